@@ -1,0 +1,24 @@
+"""Activation memory of dropless mixture-of-experts training: keep the rows that are there."""
+
+from pallas_stash import sizing
+from pallas_stash.checkpoint import checkpoint
+from pallas_stash.gmm import gmm
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
+from pallas_stash.stash import seal, Slot, SLOT_NAME, Stash, StashStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "checkpoint",
+  "dynamic_slice",
+  "dynamic_update_slice",
+  "gmm",
+  "RaggedRows",
+  "seal",
+  "sizing",
+  "Slot",
+  "SLOT_NAME",
+  "Stash",
+  "StashStats",
+]

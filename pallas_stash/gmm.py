@@ -1,0 +1,149 @@
+"""Grouped matmul whose left-hand side is kept in a stash for the backward pass."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
+import jax.numpy as jnp
+
+from pallas_stash import kernels
+from pallas_stash.kernels import Implementation
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.stash import (
+  first_order_only,
+  name_slot,
+  poison_unless,
+  read_rows,
+  Stash,
+  stash_cotangent,
+)
+from pallas_stash.varying import vary_alike
+
+
+def gmm(
+  stash: Stash,
+  lhs: jax.Array,
+  rhs: jax.Array,
+  group_sizes: jax.Array,
+  preferred_element_type: Any = jnp.float32,
+  tiling: Any = (128, 128, 128),
+  group_offset: jax.Array | None = None,
+  transpose_rhs: bool = False,
+  interpret: bool = False,
+  *,
+  grouped_matmul: Callable[..., jax.Array] | None = None,
+  implementation: Implementation | None = None,
+) -> tuple[jax.Array, Stash]:
+  """Megablox `gmm` that keeps `lhs` for the backward pass in the stash.
+
+  Multiplies the rows of each group with the group's own matrix. Only the rows of `lhs` in the
+  groups of `rhs` are kept. The gradients are those of the grouped matmul, bit for bit on rows in
+  groups; padding of the gradient of `lhs` is zero.
+
+  This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
+  rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
+  `checkpoint` on the function that computes `lhs` for gradients that are exact at any capacity.
+
+  Args:
+    stash: a stash for one residual, `[jax.ShapeDtypeStruct((k,), lhs.dtype)]`.
+    lhs: [m, k]. Rows at or past `sum(group_sizes)` are padding.
+    rhs: [groups here, k, n], or [groups here, n, k] with `transpose_rhs`.
+    group_sizes: int32[groups], rows of each group.
+    preferred_element_type: dtype of the result.
+    tiling: the row, k and n tile sizes, or a function of (m, k, n) that gives them.
+    group_offset: int32[], the first group that `rhs` has; None for 0.
+    transpose_rhs: whether `rhs` is [groups here, n, k].
+    interpret: whether megablox is interpreted.
+    grouped_matmul: `(lhs, rhs, group_sizes) -> out` to use instead of megablox, such as
+      `jax.lax.ragged_dot`. It must be differentiable in `lhs` and `rhs`. The arguments that are
+      megablox's own then have no effect, but for `group_offset` and `transpose_rhs`, which must be
+      left out.
+    implementation: of compact and expand, as for `dynamic_update_slice`.
+
+  Returns:
+    out: [m, n]. Its padding is what the grouped matmul leaves there; undefined for megablox.
+    stash: with the rows of `lhs`.
+
+  Raises:
+    ValueError: for a stash that was not made for `lhs`, or arguments that `grouped_matmul` does not
+      take.
+  """
+  if not isinstance(stash, Stash):
+    raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
+  if lhs.ndim != 2 or rhs.ndim != 3:
+    raise ValueError(f"{lhs.shape=} must have rank 2 and {rhs.shape=} rank 3.")
+  kernels.check_implementation(implementation)
+  if grouped_matmul is not None:
+    if group_offset is not None or transpose_rhs:
+      raise ValueError(
+        f"{group_offset=} and {transpose_rhs=} must be left out with a grouped_matmul of your own."
+      )
+    multiply = lambda lhs, rhs, group_sizes, group_offset: grouped_matmul(lhs, rhs, group_sizes)
+  else:
+    multiply = functools.partial(
+      _megablox, preferred_element_type, tiling, bool(transpose_rhs), interpret
+    )
+  operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
+  return _stashed_gmm(multiply, implementation, *operands)
+
+
+def _megablox(
+  preferred_element_type, tiling, transpose_rhs, interpret, lhs, rhs, group_sizes, group_offset
+):
+  # By position: megablox declares its static arguments by their numbers.
+  return megablox_gmm(
+    lhs,
+    rhs,
+    group_sizes,
+    preferred_element_type,
+    tiling,
+    group_offset,
+    None,
+    transpose_rhs,
+    interpret,
+  )
+
+
+def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
+  """Returns the rows of `lhs` that `rhs` has matrices for: groups are adjacent, so one run."""
+  first = 0 if group_offset is None else group_offset
+  group = jnp.arange(group_sizes.shape[0])
+  is_before, is_here = group < first, (group >= first) & (group < first + rhs.shape[0])
+  start = jnp.sum(jnp.where(is_before, group_sizes, 0), dtype=jnp.int32)
+  size = jnp.sum(jnp.where(is_here, group_sizes, 0), dtype=jnp.int32)
+  return RaggedRows(size[None], total_rows, start[None])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _stashed_gmm(multiply, implementation, stash, lhs, rhs, group_sizes, group_offset):
+  del implementation
+  return multiply(lhs, rhs, group_sizes, group_offset), stash
+
+
+def _forward(multiply, implementation, stash, lhs, rhs, group_sizes, group_offset):
+  out = multiply(lhs, rhs, group_sizes, group_offset)
+  ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
+  stash, slot = stash.push([lhs], ragged, implementation=implementation)
+  return (out, stash), (name_slot(slot), ragged, rhs, group_sizes, group_offset)
+
+
+def _backward(multiply, implementation, saved, cotangents):
+  slot, ragged, rhs, group_sizes, group_offset = saved
+  d_out, d_stash = cotangents
+  # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
+  (lhs,) = read_rows(
+    d_stash.residuals, d_stash.buffers, slot, ragged, slot.is_stored(), implementation
+  )
+  product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
+  _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
+  d_lhs, d_rhs = vjp(poison_unless(d_stash.canary[0] == 1, first_order_only(d_out)))
+  row = jnp.arange(ragged.total_rows)
+  start, size = ragged.group_starts[0], ragged.group_sizes[0]
+  is_in_group = (row >= start) & (row < start + size)
+  d_lhs = jnp.where(is_in_group[:, None], d_lhs, jnp.zeros_like(d_lhs))
+  return stash_cotangent(d_stash, d_stash.canary), d_lhs, d_rhs, None, None
+
+
+_stashed_gmm.defvjp(_forward, _backward)

@@ -1,0 +1,86 @@
+"""Compact and expand: one contract, implemented for TPUs (`mosaic_tpu`) and by XLA (`xla`).
+
+The implementation is chosen when the program is lowered, by the platform that it is lowered for,
+not by the devices of the host.
+"""
+
+from typing import Literal
+
+import jax
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from pallas_stash.kernels import mosaic_tpu, xla
+from pallas_stash.ragged import CopyRuns
+
+Implementation = Literal["mosaic", "mosaic_interpret", "xla"]
+
+# Interpreting is for finding faults: memory starts as NaN and every race is reported.
+INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+
+
+def check_implementation(implementation: str | None) -> None:
+  """Raises a ValueError unless `implementation` is None or the name of one."""
+  names = (None, *Implementation.__args__)
+  if implementation not in names:
+    raise ValueError(f"{implementation=} must be one of {names}.")
+
+
+def compact(
+  rows: jax.Array, stash: jax.Array, runs: CopyRuns, implementation: Implementation | None
+) -> jax.Array:
+  """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
+
+  Stash rows outside the runs keep every bit. `stash_width >= width`; what columns from `width` on
+  hold in the rows that are written is undefined.
+  """
+  if 0 in stash.shape or 0 in rows.shape:
+    return stash
+  return _dispatch("compact", implementation, stash.dtype, (rows, stash, runs))
+
+
+def expand(
+  stash: jax.Array,
+  runs: CopyRuns,
+  total_rows: int,
+  width: int,
+  blank: jax.Array,
+  implementation: Implementation | None,
+) -> jax.Array:
+  """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
+
+  Every element outside the runs is `blank`, a scalar of the stash's dtype. `width <= stash_width`.
+  """
+  if 0 in stash.shape or width == 0:
+    return lax.broadcast(blank, (total_rows, width))
+  static = {"total_rows": total_rows, "width": width}
+  return _dispatch("expand", implementation, stash.dtype, (stash, runs, blank), **static)
+
+
+def _dispatch(name, implementation, dtype, operands, **static):
+  check_implementation(implementation)
+
+  def mosaic(*operands):
+    return getattr(mosaic_tpu, name)(*operands, **static)
+
+  def mosaic_interpret(*operands):
+    return getattr(mosaic_tpu, name)(*operands, **static, interpret=INTERPRET)
+
+  def plain(*operands):
+    return getattr(xla, name)(*operands, **static)
+
+  def by_platform(*operands):
+    # Mosaic takes no float16: the kernel would have to copy the whole stash into another dtype.
+    if dtype == jnp.float16:
+      return plain(*operands)
+    return lax.platform_dependent(*operands, tpu=mosaic, default=plain)
+
+  implementations = {
+    None: by_platform,
+    "mosaic": mosaic,
+    "mosaic_interpret": mosaic_interpret,
+    "xla": plain,
+  }
+  # Scalars that steer DMAs cannot be batched, so `vmap` runs one example after the other.
+  return jax.custom_batching.sequential_vmap(implementations[implementation])(*operands)

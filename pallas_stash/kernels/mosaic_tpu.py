@@ -1,0 +1,109 @@
+"""Pallas TPU kernels: compact and expand, with the contract of `kernels.xla`."""
+
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_stash.kernels.gather import gather, NO_ROW
+from pallas_stash.kernels.tiling import LANES, row_alignment, Tiling
+from pallas_stash.ragged import CopyRuns
+
+
+def compact(
+  rows: jax.Array,
+  stash: jax.Array,
+  runs: CopyRuns,
+  *,
+  tiling: Tiling | None = None,
+  interpret: Any = False,
+) -> jax.Array:
+  """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
+
+  Args:
+    rows: the source. What it holds outside the runs has no influence.
+    stash: the destination, `stash_width >= width`. Rows outside the runs keep every bit; in rows
+      inside, columns from `width` on become zero.
+    runs: the copies, whose destinations leave no gap.
+    tiling: static sizes; `choose_tiling` by default.
+    interpret: False, or `pltpu.InterpretParams`.
+
+  Returns:
+    The stash. It is the buffer that came in, unless its dtype is float16, its rows are no multiple
+    of `row_alignment` or its width is none of 128: then XLA copies it.
+  """
+  shape, dtype = stash.shape, stash.dtype
+  destination = _to_kernel_layout(stash, shape[1], interpret)
+  source = _to_kernel_layout(rows, shape[1], interpret)
+  occupied = runs.sizes > 0
+  first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
+  last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
+  window = jnp.stack([jnp.minimum(first, last), last, jnp.int32(0)])
+  out = gather(source, destination, runs, window, tiling, interpret)
+  return _from_kernel_layout(out, shape, dtype)
+
+
+def expand(
+  stash: jax.Array,
+  runs: CopyRuns,
+  blank: jax.Array,
+  *,
+  total_rows: int,
+  width: int,
+  tiling: Tiling | None = None,
+  interpret: Any = False,
+) -> jax.Array:
+  """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
+
+  Args:
+    stash: the source. What it holds outside the runs has no influence.
+    runs: the copies.
+    blank: scalar of the stash's dtype: what every element outside the runs is set to.
+    total_rows: static, rows of the new buffer.
+    width: static, columns of the new buffer, `width <= stash_width`.
+    tiling: static sizes; `choose_tiling` by default.
+    interpret: False, or `pltpu.InterpretParams`.
+
+  Returns:
+    The new buffer. A stash of float16, or whose rows are no multiple of `row_alignment`, or whose
+    width is none of 128, is first copied by XLA.
+  """
+  source = _to_kernel_layout(stash, stash.shape[1], interpret)
+  padded_rows = _round_up(total_rows, row_alignment(stash.dtype.itemsize))
+  window = jnp.stack([jnp.int32(0), jnp.int32(padded_rows), _repeat_in_word(blank)])
+  shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
+  out = gather(source, shape, runs, window, tiling, interpret)
+  return _from_kernel_layout(out, (total_rows, width), stash.dtype)
+
+
+def _round_up(x, multiple):
+  return -(-x // multiple) * multiple
+
+
+def _to_kernel_layout(array, width, interpret):
+  """Returns `array` with whole tiles of rows and columns, and a dtype that the kernel takes.
+
+  Mosaic takes no float16, and XLA on a CPU, which interprets, may rewrite which NaN it is in small
+  float dtypes. The kernel only moves bits, so it is given integers.
+  """
+  itemsize = array.dtype.itemsize
+  if array.dtype == jnp.float16 or (interpret and itemsize < 4):
+    array = lax.bitcast_convert_type(array, jnp.dtype(f"int{8 * itemsize}"))
+  rows = _round_up(array.shape[0], row_alignment(array.dtype.itemsize)) - array.shape[0]
+  columns = _round_up(width, LANES) - array.shape[1]
+  return jnp.pad(array, ((0, rows), (0, columns))) if rows or columns else array
+
+
+def _from_kernel_layout(array, shape, dtype):
+  if array.shape != shape:
+    array = array[: shape[0], : shape[1]]
+  return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
+
+
+def _repeat_in_word(value):
+  """Returns the bits of a scalar, repeated to fill an int32."""
+  bits = 8 * value.dtype.itemsize
+  word = lax.bitcast_convert_type(value, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+  repeated = word * jnp.uint32(sum(1 << shift for shift in range(0, 32, bits)))
+  return lax.bitcast_convert_type(repeated, jnp.int32)

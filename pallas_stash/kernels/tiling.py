@@ -1,0 +1,60 @@
+"""Static sizes of the Pallas TPU kernels, as pure functions of width and element size."""
+
+import dataclasses
+
+SUBLANES = 8
+LANES = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+  """Static sizes of a kernel.
+
+  Attributes:
+    row_alignment: rows of an HBM tile; a DMA starts at a multiple of it and moves a multiple of it.
+    word_rows: rows packed into one 32-bit word of a vector register.
+    block_rows: rows of one vector register, the unit of arithmetic.
+    tile_rows: destination rows of a tile, a multiple of `block_rows` and of `row_alignment`.
+    column_blocks: (first column, columns) of each kernel call; one, unless rows are very wide.
+    landing_slots: tiles that can be on their way in or, where no arithmetic is needed, out.
+    assembly_slots: tiles that can be assembled or on their way out.
+    blank_stores: tiles of padding that can be on their way out.
+  """
+
+  row_alignment: int
+  word_rows: int
+  block_rows: int
+  tile_rows: int
+  column_blocks: tuple[tuple[int, int], ...]
+  landing_slots: int = 4
+  assembly_slots: int = 2
+  blank_stores: int = 4
+
+  def vmem_bytes(self, itemsize: int) -> int:
+    """Returns the bytes of the VMEM buffers of one core, for elements of `itemsize` bytes."""
+    rows = self.landing_slots * (self.tile_rows + self.block_rows)
+    rows += (self.assembly_slots + 1) * self.tile_rows
+    return rows * max(columns for _, columns in self.column_blocks) * itemsize
+
+
+def row_alignment(itemsize: int) -> int:
+  """Returns the rows of an HBM tile for elements of `itemsize` bytes: 8, or 32 for one byte."""
+  return 32 if itemsize == 1 else SUBLANES
+
+
+def choose_tiling(width: int, itemsize: int) -> Tiling:
+  """Returns the tiling for rows of `width` elements of `itemsize` bytes; `width % 128 == 0`.
+
+  Tiles of up to 2 MiB make DMAs long enough to hide their latency and keep the buffers of a core
+  below 16 MiB. Rows of more than 32 KiB are split by columns.
+  """
+  columns = min(width, 32 * 1024 // itemsize)
+  tile_rows = 2**21 // (columns * itemsize) // 32 * 32
+  word_rows = 4 // itemsize
+  return Tiling(
+    row_alignment=row_alignment(itemsize),
+    word_rows=word_rows,
+    block_rows=SUBLANES * word_rows,
+    tile_rows=min(max(tile_rows, 32), 512),
+    column_blocks=tuple((c, min(columns, width - c)) for c in range(0, width, columns)),
+  )

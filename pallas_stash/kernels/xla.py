@@ -1,0 +1,98 @@
+"""Compact and expand in plain lax, for every backend, with the contract of `kernels.mosaic_tpu`.
+
+Runs are copied by dynamic slices in loops whose trip counts are known on the device, so the cost
+follows the routed rows. All indices are row numbers: no element offset can pass int32. Values come
+through bit for bit, but XLA on a CPU may rewrite which NaN it is in bfloat16 and float8_e5m2, as it
+does whenever it fuses operations on them.
+"""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_stash.ragged import CopyRuns
+
+LARGE_CHUNK_BYTES = 2**20
+SMALL_CHUNK_ROWS = 32
+
+
+def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
+  """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
+
+  Args:
+    rows: the source. What it holds outside the runs has no influence.
+    stash: the destination, `stash_width >= width`. Rows outside the runs keep every bit, and so do
+      the columns from `width` on.
+    runs: the copies.
+
+  Returns:
+    The stash; in place where XLA may overwrite it (a loop carry, a donated or temporary buffer).
+  """
+  return _copy_runs(rows, stash, runs)
+
+
+def expand(
+  stash: jax.Array, runs: CopyRuns, blank: jax.Array, *, total_rows: int, width: int
+) -> jax.Array:
+  """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
+
+  Args:
+    stash: the source. What it holds outside the runs has no influence.
+    runs: the copies.
+    blank: scalar of the stash's dtype: what every element outside the runs is set to.
+    total_rows: static, rows of the new buffer.
+    width: static, columns of the new buffer, `width <= stash_width`.
+
+  Returns:
+    The new buffer.
+  """
+  return _copy_runs(stash, lax.broadcast(blank, (total_rows, width)), runs)
+
+
+def _copy_runs(source, destination, runs):
+  """Copies each run: large chunks, then small ones, then what is smaller than a small chunk."""
+  columns = min(source.shape[1], destination.shape[1])
+  most_rows = min(source.shape[0], destination.shape[0])
+  row_bytes = columns * source.dtype.itemsize
+  large = min(most_rows, max(SMALL_CHUNK_ROWS, LARGE_CHUNK_BYTES // row_bytes))
+  small = min(most_rows, SMALL_CHUNK_ROWS)
+
+  def copy_run(run, destination):
+    from_row, to_row, size = runs.sources[run], runs.destinations[run], runs.sizes[run]
+
+    def copy_chunk(rows, offset, destination):
+      chunk = lax.dynamic_slice(source, (from_row + offset, 0), (rows, columns))
+      return lax.dynamic_update_slice(destination, chunk, (to_row + offset, 0))
+
+    large_chunks = lax.div(size, large)
+    copy_large = lambda i, destination: copy_chunk(large, i * large, destination)
+    destination = lax.fori_loop(0, large_chunks, copy_large, destination)
+
+    # The last small chunk ends with the run, so it may repeat rows of the one before it.
+    rest = size - large_chunks * large
+    small_chunks = jnp.where(size >= small, lax.div(rest + small - 1, small), 0)
+    offset = lambda i: jnp.minimum(large_chunks * large + i * small, size - small)
+    copy_small = lambda i, destination: copy_chunk(small, offset(i), destination)
+    destination = lax.fori_loop(0, small_chunks, copy_small, destination)
+
+    # A run that is smaller is merged into the rows around it.
+    merge = lambda _, destination: _merge_rows(
+      source, destination, from_row, to_row, size, small, columns
+    )
+    is_smaller = (size > 0) & (size < small)
+    return lax.fori_loop(0, is_smaller.astype(jnp.int32), merge, destination)
+
+  return lax.fori_loop(0, runs.sizes.shape[0], copy_run, destination)
+
+
+def _merge_rows(source, destination, from_row, to_row, size, rows, columns):
+  """Copies `size <= rows` rows; reads and writes `rows` rows, wherever they fit both buffers."""
+  load_row = jnp.minimum(from_row, source.shape[0] - rows)
+  store_row = jnp.minimum(to_row, destination.shape[0] - rows)
+  loaded = lax.dynamic_slice(source, (load_row, 0), (rows, columns))
+  old = lax.dynamic_slice(destination, (store_row, 0), (rows, columns))
+  row = jnp.arange(rows) + store_row - to_row
+  is_copied = (row >= 0) & (row < size)
+  new = jnp.take(loaded, jnp.clip(row + from_row - load_row, 0, rows - 1), axis=0)
+  merged = jnp.where(is_copied[:, None], new, old)
+  return lax.dynamic_update_slice(destination, merged, (store_row, 0))

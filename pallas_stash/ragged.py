@@ -1,0 +1,165 @@
+"""Ragged rows: groups of different sizes inside a worst-case buffer, and the copies they mean."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class CopyRuns(NamedTuple):
+  """Contiguous runs of rows to copy: what the kernels are given.
+
+  Every row lies inside both buffers, no two runs overlap in the destination, and `destinations`
+  ascends over the runs that are not empty. Empty runs may stand anywhere.
+
+  Attributes:
+    sources: int32[runs], first source row of each run.
+    destinations: int32[runs], first destination row of each run.
+    sizes: int32[runs], rows of each run, zero or more.
+  """
+
+  sources: jax.Array
+  destinations: jax.Array
+  sizes: jax.Array
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class RaggedRows:
+  """Where the rows of each group are in a worst-case buffer. All its other rows are padding.
+
+  Row `i` of group `g` is row `group_starts[g] + i` of the buffer, for `i < group_sizes[g]`: a valid
+  prefix (the layout of megablox `gmm`; leave `group_starts` out), valid rows at `[start, end)` of a
+  globally sorted buffer (one group), capacity buckets (starts at multiples of the capacity), or any
+  other layout whose groups do not overlap, in any order, empty groups included.
+
+  Whether the groups fit into the buffer and are disjoint is known only at run time: see `is_valid`.
+
+  Args:
+    group_sizes: int[groups], rows in each group.
+    total_rows: static int, rows of the worst-case buffer.
+    group_starts: int[groups], first row of each group. None: the exclusive cumulative sum of
+      `group_sizes`.
+
+  Raises:
+    ValueError: for a dtype that is not an integer, a rank other than 1, starts and sizes of
+      different lengths, or a `total_rows` that is not positive.
+  """
+
+  def __init__(self, group_sizes, total_rows: int, group_starts=None):
+    if isinstance(total_rows, bool) or not hasattr(total_rows, "__index__"):
+      raise ValueError(f"{total_rows=} must be a static int: the rows of the worst-case buffer.")
+    total_rows = total_rows.__index__()
+    if not 0 < total_rows < 2**31:
+      raise ValueError(f"{total_rows=} must be positive, and below 2**31.")
+    self.total_rows = total_rows
+    self.group_sizes = _check_groups("group_sizes", group_sizes)
+    self.group_starts = None
+    if group_starts is not None:
+      self.group_starts = _check_groups("group_starts", group_starts)
+      if self.group_starts.shape != self.group_sizes.shape:
+        raise ValueError(
+          f"group_starts of shape {self.group_starts.shape} must have one entry for each entry"
+          f" of group_sizes, of shape {self.group_sizes.shape}."
+        )
+
+  def __repr__(self):
+    return (
+      f"RaggedRows(group_sizes={self.group_sizes}, total_rows={self.total_rows},"
+      f" group_starts={self.group_starts})"
+    )
+
+  def tree_flatten_with_keys(self):
+    key = jax.tree_util.GetAttrKey
+    children = (
+      (key("group_sizes"), self.group_sizes),
+      (key("group_starts"), self.group_starts),
+    )
+    return children, self.total_rows
+
+  @classmethod
+  def tree_unflatten(cls, total_rows, children):
+    # Not through __init__: transformations rebuild pytrees around leaves that are not arrays.
+    ragged = object.__new__(cls)
+    ragged.total_rows = total_rows
+    ragged.group_sizes, ragged.group_starts = children
+    return ragged
+
+  def num_rows(self) -> jax.Array:
+    """Returns the rows in all groups together, int32[]; 0 where the layout is not valid."""
+    return jnp.sum(self._segments()[1], dtype=jnp.int32)
+
+  def is_valid(self) -> jax.Array:
+    """Returns bool[]: whether every group lies inside the buffer and no two groups overlap."""
+    sizes, starts = self._sizes_and_starts()
+    in_range = jnp.all((self.group_sizes >= 0) & (self.group_sizes <= self.total_rows))
+    if self.group_starts is None:
+      # A cumulative sum that leaves int32 was past total_rows one group before, or is negative now.
+      ends = starts + sizes
+      return in_range & jnp.all((ends >= 0) & (ends <= self.total_rows))
+    occupied = sizes > 0
+    inside = (self.group_starts >= 0) & (self.group_starts <= self.total_rows - sizes)
+    in_range &= jnp.all(inside | ~occupied)
+    order = jnp.argsort(jnp.where(occupied, starts, self.total_rows))
+    starts, sizes = starts[order], sizes[order]
+    return in_range & jnp.all((starts[:-1] + sizes[:-1] <= starts[1:]) | (sizes[1:] == 0))
+
+  def compact_runs(self, start, stash_rows: int) -> CopyRuns:
+    """Returns the runs that copy the groups, tight and in order, to stash row `start` onwards.
+
+    Rows that would fall outside the stash are left out; a layout that is not valid moves nothing.
+
+    Args:
+      start: int32[], stash row of the first row of the first group.
+      stash_rows: static, rows of the stash.
+
+    Raises:
+      ValueError: where row numbers could pass int32.
+    """
+    if self.total_rows + stash_rows >= 2**31:
+      raise ValueError(
+        f"total_rows={self.total_rows} and {stash_rows=} must sum to less than 2**31: row numbers"
+        " are int32."
+      )
+    starts, sizes = self._segments()
+    start = jnp.clip(start, -self.total_rows, stash_rows).astype(jnp.int32)
+    destinations = start + jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    first = jnp.maximum(destinations, 0)
+    stop = jnp.minimum(destinations + sizes, stash_rows)
+    return CopyRuns(
+      sources=starts + first - destinations,
+      destinations=first,
+      sizes=jnp.maximum(stop - first, 0),
+    )
+
+  def expand_runs(self, start, stash_rows: int) -> CopyRuns:
+    """Returns the runs that copy back what `compact_runs` copied; arguments as there."""
+    to_stash = self.compact_runs(start, stash_rows)
+    runs = CopyRuns(to_stash.destinations, to_stash.sources, to_stash.sizes)
+    if self.group_starts is None:
+      return runs
+    order = jnp.argsort(runs.destinations)
+    return CopyRuns(*(field[order] for field in runs))
+
+  def _sizes_and_starts(self):
+    sizes = jnp.clip(self.group_sizes, 0, self.total_rows).astype(jnp.int32)
+    if self.group_starts is None:
+      return sizes, jnp.cumsum(sizes, dtype=jnp.int32) - sizes
+    return sizes, jnp.clip(self.group_starts, 0, self.total_rows).astype(jnp.int32)
+
+  def _segments(self):
+    """Returns starts and sizes, int32[segments], adjacent groups as one; empty if not valid."""
+    sizes, starts = self._sizes_and_starts()
+    sizes = jnp.where(self.is_valid(), sizes, 0)
+    if self.group_starts is None:
+      return jnp.zeros((1,), jnp.int32), jnp.sum(sizes, dtype=jnp.int32)[None]
+    return starts, sizes
+
+
+def _check_groups(name, groups):
+  if not hasattr(groups, "dtype"):
+    groups = jnp.asarray(groups, jnp.int32 if len(groups) == 0 else None)
+  if not jnp.issubdtype(groups.dtype, jnp.integer):
+    raise ValueError(f"{name} of dtype {groups.dtype} must have an integer dtype.")
+  if len(groups.shape) != 1:
+    raise ValueError(f"{name} of shape {groups.shape} must have rank 1: [groups].")
+  return groups

@@ -1,0 +1,202 @@
+"""`dynamic_update_slice` and `dynamic_slice` that take ragged rows.
+
+Each is the transpose of the other in the rows that it moves, so each one's gradient is the other.
+"""
+
+from collections.abc import Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_stash import kernels
+from pallas_stash.kernels import Implementation
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.varying import vary_alike
+
+
+def dynamic_update_slice(
+  operand: jax.Array,
+  update: jax.Array,
+  start_indices: Any,
+  *,
+  group_sizes: jax.Array | None = None,
+  group_starts: jax.Array | None = None,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Writes `update` into `operand`; with `group_sizes`, only its ragged rows, tight.
+
+  Without `group_sizes` this is `lax.dynamic_update_slice`. With it, row `group_starts[g] + i` of
+  the update becomes row `start + sum(group_sizes[:g]) + i` of the operand, for `i <
+  group_sizes[g]`, and every other row of the operand keeps every bit; what the update holds in
+  padding has no influence. The cost follows the rows that are written.
+
+  It differs from `lax` in one place: the start is not clamped. A row that would lie past the end of
+  the operand (or before its first row) is dropped, rather than moved onto other rows. Groups that
+  overlap or lie outside the update write nothing.
+
+  Differentiable in reverse mode. In place under the conditions of `lax.dynamic_update_slice`; on
+  TPU the operand is copied if its width is no multiple of 128 or its rows no multiple of 8 (32 for
+  one-byte elements).
+
+  Args:
+    operand: any array; with `group_sizes`, [operand_rows, width].
+    update: any array that `lax` takes; with `group_sizes`, [total_rows, width].
+    start_indices: one integer for each axis of the operand; negative ones count from the end. With
+      `group_sizes` whole rows are written, so that the second has no effect (`lax` clamps it to 0).
+    group_sizes: int[groups], rows of each group.
+    group_starts: int[groups], first row of each group in the update; None: the exclusive cumulative
+      sum of `group_sizes`.
+    implementation: "mosaic", "mosaic_interpret" or "xla"; None: by the platform that the program is
+      lowered for. No effect without `group_sizes`.
+
+  Returns:
+    An array of the operand's shape and dtype.
+
+  Raises:
+    ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, or
+      anything that `RaggedRows` refuses.
+  """
+  if group_sizes is None:
+    _refuse_starts(group_starts)
+    return lax.dynamic_update_slice(operand, update, start_indices)
+  operand, update = jnp.asarray(operand), jnp.asarray(update)
+  start = _first_row("operand", operand, start_indices)
+  _check_rank("update", update)
+  if update.shape[1] != operand.shape[1]:
+    raise ValueError(f"{update.shape=} must have the width of {operand.shape=}: rows are whole.")
+  if update.dtype != operand.dtype:
+    raise ValueError(f"{update.dtype=} must equal {operand.dtype=}.")
+  kernels.check_implementation(implementation)
+  ragged = RaggedRows(group_sizes, update.shape[0], group_starts)
+  return _update(implementation, *vary_alike(operand, update, start, ragged))
+
+
+def dynamic_slice(
+  operand: jax.Array,
+  start_indices: Any,
+  slice_sizes: Sequence[int],
+  *,
+  group_sizes: jax.Array | None = None,
+  group_starts: jax.Array | None = None,
+  implementation: Implementation | None = None,
+) -> jax.Array:
+  """Reads a slice of `operand`; with `group_sizes`, tight rows back to where their groups are.
+
+  Without `group_sizes` this is `lax.dynamic_slice`. With it, row `start + sum(group_sizes[:g]) + i`
+  of the operand becomes row `group_starts[g] + i` of the result, for `i < group_sizes[g]`, and
+  padding is zero.
+
+  It differs from `lax` in one place: the start is not clamped. A row that lies past the end of the
+  operand (or before its first row) reads as zero. Groups that overlap or lie outside the result
+  read as NaN everywhere (as zero in an integer dtype).
+
+  Differentiable in reverse mode.
+
+  Args:
+    operand: any array; with `group_sizes`, [operand_rows, width].
+    start_indices: one integer for each axis of the operand; negative ones count from the end. With
+      `group_sizes` whole rows are read, so that the second has no effect (`lax` clamps it to 0).
+    slice_sizes: static size of the result in each axis; with `group_sizes`, (total_rows, width).
+    group_sizes: int[groups], rows of each group.
+    group_starts: int[groups], first row of each group in the result; None: the exclusive cumulative
+      sum of `group_sizes`.
+    implementation: "mosaic", "mosaic_interpret" or "xla"; None: by the platform that the program is
+      lowered for. No effect without `group_sizes`.
+
+  Returns:
+    An array of shape `slice_sizes` and the operand's dtype.
+
+  Raises:
+    ValueError: with `group_sizes`, for other ranks than 2, a width other than the operand's, or
+      anything that `RaggedRows` refuses.
+  """
+  if group_sizes is None:
+    _refuse_starts(group_starts)
+    return lax.dynamic_slice(operand, start_indices, slice_sizes)
+  operand = jnp.asarray(operand)
+  start = _first_row("operand", operand, start_indices)
+  slice_sizes = tuple(slice_sizes)
+  if len(slice_sizes) != 2 or slice_sizes[1] != operand.shape[1]:
+    raise ValueError(
+      f"{slice_sizes=} must be (total_rows, width) with the width of {operand.shape=}."
+    )
+  kernels.check_implementation(implementation)
+  ragged = RaggedRows(group_sizes, slice_sizes[0], group_starts)
+  return _slice(implementation, *vary_alike(operand, start, ragged))
+
+
+def _refuse_starts(group_starts):
+  if group_starts is not None:
+    raise ValueError("group_starts must come with group_sizes.")
+
+
+def _check_rank(name, array):
+  if array.ndim != 2:
+    raise ValueError(f"{name} of shape {array.shape} must have rank 2 where rows are ragged.")
+
+
+def _first_row(name, operand, start_indices):
+  """Returns the start row as int32[], negative ones counted from the end as in `lax`."""
+  _check_rank(name, operand)
+  if len(start_indices) != 2:
+    raise ValueError(f"{start_indices=} must have one entry for each axis of {operand.shape=}.")
+  start = jnp.asarray(start_indices[0])
+  if start.ndim or not jnp.issubdtype(start.dtype, jnp.integer):
+    raise ValueError(f"start index {start} of shape {start.shape} must be an integer scalar.")
+  info = jnp.iinfo(start.dtype)
+  start = jnp.clip(start, max(info.min, -(2**31)), min(info.max, 2**31 - 1)).astype(jnp.int32)
+  return jnp.where(start < 0, start + operand.shape[0], start)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _update(implementation, operand, update, start, ragged):
+  runs = ragged.compact_runs(start, operand.shape[0])
+  return kernels.compact(update, operand, runs, implementation)
+
+
+def _update_forward(implementation, operand, update, start, ragged):
+  return _update(implementation, operand, update, start, ragged), (start, ragged)
+
+
+def _update_backward(implementation, residuals, d_out):
+  start, ragged = residuals
+  if not jnp.issubdtype(d_out.dtype, jnp.inexact):
+    return None, None, None, None
+  nothing = jnp.zeros((ragged.total_rows, d_out.shape[1]), d_out.dtype)
+  d_operand = _update(implementation, *vary_alike(d_out, nothing, start, ragged))
+  d_update = _slice(implementation, d_out, start, ragged)
+  return d_operand, d_update, None, None
+
+
+_update.defvjp(_update_forward, _update_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _slice(implementation, operand, start, ragged):
+  runs = ragged.expand_runs(start, operand.shape[0])
+  blank = jnp.zeros((), operand.dtype)
+  if jnp.issubdtype(operand.dtype, jnp.inexact):
+    blank = jnp.where(ragged.is_valid(), blank, jnp.full_like(blank, jnp.nan))
+  _, runs, blank = vary_alike(operand, runs, blank)
+  width = operand.shape[1]
+  return kernels.expand(operand, runs, ragged.total_rows, width, blank, implementation)
+
+
+def _slice_forward(implementation, operand, start, ragged):
+  out = _slice(implementation, operand, start, ragged)
+  return out, (start, ragged, jnp.zeros((operand.shape[0], 0)))
+
+
+def _slice_backward(implementation, residuals, d_out):
+  start, ragged, like_operand = residuals
+  if not jnp.issubdtype(d_out.dtype, jnp.inexact):
+    return None, None, None
+  nothing = jnp.zeros((like_operand.shape[0], d_out.shape[1]), d_out.dtype)
+  operands = vary_alike(nothing, d_out, start, ragged)
+  return _update(implementation, *operands), None, None
+
+
+_slice.defvjp(_slice_forward, _slice_backward)

@@ -1,0 +1,389 @@
+"""The stash: shared row buffers, threaded through a model like a random key.
+
+Forward, a `Stash` is a value that each layer takes and returns with rows added. Backward, its
+cotangent is its contents: `seal` hands over the filled buffers, and each layer reads its rows from
+the cotangent that it is given and passes that on unchanged.
+"""
+
+from collections.abc import Sequence
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from pallas_stash import kernels
+from pallas_stash.kernels import Implementation
+from pallas_stash.kernels.tiling import LANES, row_alignment
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.varying import vary_alike, vary_over, varying_axes
+
+# An outer `jax.checkpoint` must save this name, or its backward pass replays the forward pass.
+SLOT_NAME = "stash_slot"
+
+
+class Slot(NamedTuple):
+  """Where the rows of one push are: what the forward pass keeps instead of them.
+
+  Attributes:
+    start: int32[shards], first row in the stash; -1 where the rows were not stored.
+    rows: int32[shards], rows stored.
+  """
+
+  start: jax.Array
+  rows: jax.Array
+
+  def is_stored(self) -> jax.Array:
+    """Returns bool[shards]."""
+    return self.start >= 0
+
+
+class StashStats(NamedTuple):
+  """What happened to a stash, each int32[shards].
+
+  Attributes:
+    rows_in_use: rows that hold values now, alignment included.
+    peak_rows: most rows that were ever in use.
+    overflowed_pushes: pushes that did not fit and stored nothing.
+    invalid_pushes: pushes whose groups overlapped or left the buffer, and stored nothing.
+  """
+
+  rows_in_use: jax.Array
+  peak_rows: jax.Array
+  overflowed_pushes: jax.Array
+  invalid_pushes: jax.Array
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Stash:
+  """Buffers for the rows of residuals, one buffer a residual, with one row allocator for all.
+
+  Make one with `Stash.empty`. Every leaf has a leading axis with one entry, or one block of rows,
+  for each shard, so `PartitionSpec(mesh_axes)` shards the whole pytree.
+
+  Attributes:
+    residuals: static tuple of `jax.ShapeDtypeStruct(row_shape, dtype)`, one for each buffer.
+    buffers: one array [shards * rows, width] a residual: rows flattened, their width rounded up to
+      128. Rows that are not in use hold undefined values.
+    top: int32[shards], first free row. A push starts there, always on a tile boundary.
+    counters: int32[shards] each: peak rows, overflowed pushes, invalid pushes.
+    canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is 1
+      if and only if exactly one `seal` followed.
+  """
+
+  def __init__(self, residuals, buffers, top, counters, canary):
+    self.residuals = residuals
+    self.buffers = buffers
+    self.top = top
+    self.counters = counters
+    self.canary = canary
+
+  def tree_flatten_with_keys(self):
+    names = ("buffers", "top", "counters", "canary")
+    children = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names]
+    return children, self.residuals
+
+  @classmethod
+  def tree_unflatten(cls, residuals, children):
+    return cls(residuals, *children)
+
+  def __repr__(self):
+    specs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.residuals)
+    return f"Stash({specs}; buffers={self.buffers})"
+
+  @staticmethod
+  def empty(
+    capacity_rows: int, residuals: Sequence[jax.ShapeDtypeStruct], num_shards: int = 1
+  ) -> "Stash":
+    """Returns a stash that holds nothing.
+
+    Args:
+      capacity_rows: static int, rows of each shard, rounded up to a tile: 8 rows, or 32 if any
+        residual has one-byte elements. Zero is allowed: every layer is then recomputed.
+      residuals: the shape of one row and the dtype of each residual, as `f.residuals` gives them.
+        A floating-point dtype: an integer has no cotangent to come back in.
+      num_shards: 1 inside `shard_map`; outside, the shards of the global arrays, to be sharded by
+        `PartitionSpec(mesh_axes)`.
+
+    Raises:
+      ValueError: for a negative capacity, no residuals, an integer dtype, or no shards.
+    """
+    capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
+    num_shards = _check_int("num_shards", num_shards, 1)
+    specs = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals)
+    if not specs:
+      raise ValueError(
+        "residuals is empty: there is nothing to stash. Does the policy save anything that has"
+        " one row for each of the ragged rows?"
+      )
+    for spec in specs:
+      if not jnp.issubdtype(spec.dtype, jnp.floating):
+        raise ValueError(
+          f"residual {spec} must have a floating-point dtype: the stash comes back as a cotangent,"
+          " and other dtypes have none. Bit-cast it, or keep it as an ordinary residual."
+        )
+    alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
+    rows = _round_up(capacity_rows, alignment) * num_shards
+    buffers = tuple(
+      jnp.zeros((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
+    )
+    zeros = jnp.zeros((num_shards,), jnp.int32)
+    stash = Stash(specs, buffers, zeros, (zeros, zeros, zeros), jnp.zeros((num_shards,)))
+    return vary_over(stash, varying_axes(residuals))
+
+  def push(
+    self,
+    values: Sequence[jax.Array],
+    ragged: RaggedRows,
+    *,
+    axis_name: Any = None,
+    implementation: Implementation | None = None,
+  ) -> tuple["Stash", Slot]:
+    """Stores the ragged rows of `values`, or nothing if they do not fit.
+
+    Not differentiable: for use in forward rules, or outside autodiff altogether.
+
+    Args:
+      values: one array [total_rows, *row_shape] a residual, matched to `residuals` by row shape and
+        dtype, and by order among equals. What they hold in padding has no influence.
+      ragged: where the rows are, with that `total_rows`.
+      axis_name: mesh axis or axes; the rows are stored if they fit on every device along them.
+      implementation: as for `dynamic_update_slice`.
+
+    Returns:
+      The stash with the rows, and the slot where they are. The buffers are updated in place where
+      XLA may do so. Groups that overlap or leave the buffer store nothing.
+
+    Raises:
+      ValueError: for values that are not those of `residuals`, another `total_rows`, or a stash
+        that has several shards here.
+    """
+    self._check_local()
+    kernels.check_implementation(implementation)
+    for value in values:
+      if value.shape[:1] != (ragged.total_rows,):
+        raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
+    order = match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
+    values = first_order_only(values)
+    self, values, ragged = vary_alike(self, values, ragged)
+
+    top, (peak, overflowed, invalid) = self.top[0], self.counters
+    rows, is_valid = ragged.num_rows(), ragged.is_valid()
+    fits = rows <= self.rows_per_shard - top
+    is_stored = _all_along(axis_name, is_valid & fits)
+    start = jnp.where(is_stored, top, -1)
+
+    runs = ragged.compact_runs(top, self.rows_per_shard)
+    runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
+    buffers = list(self.buffers)
+    for value, index in zip(values, order, strict=True):
+      flat = value.reshape(ragged.total_rows, -1)
+      buffers[index] = kernels.compact(_to_storage(flat), buffers[index], runs, implementation)
+
+    top += jnp.where(is_stored, _round_up(rows, self.alignment), 0)
+    overflowed += is_valid & ~is_stored
+    counters = (jnp.maximum(peak, top), overflowed, invalid + ~is_valid)
+    stash = Stash(self.residuals, tuple(buffers), top[None], counters, self.canary)
+    return stash, Slot(start[None], jnp.where(is_stored, rows, 0)[None])
+
+  def restore(
+    self, slot: Slot, ragged: RaggedRows, *, implementation: Implementation | None = None
+  ) -> tuple[jax.Array, ...]:
+    """Returns the rows of a slot, each where `ragged` says, in worst-case buffers.
+
+    Not differentiable, like `push`.
+
+    Args:
+      slot: as `push` returned it.
+      ragged: as it was pushed with.
+      implementation: as for `dynamic_slice`.
+
+    Returns:
+      One array [total_rows, *row_shape] a residual, in the order of `residuals`. Padding is zero.
+      Everything is NaN if the slot was not stored, is no longer in use, or holds another number of
+      rows than `ragged`.
+    """
+    self._check_local()
+    self = first_order_only(self)
+    is_readable = self._is_in_use(slot)
+    return read_rows(self.residuals, self.buffers, slot, ragged, is_readable, implementation)
+
+  def pop(self, slot: Slot) -> "Stash":
+    """Frees the rows of the slot that was pushed last; of one that was not stored, nothing.
+
+    Popping another slot is known only at run time: it frees nothing and breaks the stash for good,
+    so that every later `restore` and every gradient is NaN.
+    """
+    self._check_local()
+    self, slot = vary_alike(self, slot)
+    is_last = slot.start + _round_up(slot.rows, self.alignment) == self.top
+    is_right = is_last | ~slot.is_stored()
+    top = jnp.where(is_last & slot.is_stored(), slot.start, self.top)
+    canary = jnp.where(is_right, self.canary, jnp.nan)
+    return Stash(self.residuals, self.buffers, top, self.counters, canary)
+
+  def stats(self) -> StashStats:
+    """Returns the rows in use and what was pushed so far. Usable under `jit`."""
+    peak, overflowed, invalid = self.counters
+    return StashStats(self.top, peak, overflowed, invalid)
+
+  @property
+  def rows_per_shard(self) -> int:
+    """Rows that one shard holds: the capacity, rounded up to a tile."""
+    return self.buffers[0].shape[0] // self.top.shape[0]
+
+  @property
+  def alignment(self) -> int:
+    """Rows of a tile: the multiple that every push is rounded up to."""
+    return max(row_alignment(spec.dtype.itemsize) for spec in self.residuals)
+
+  def _is_in_use(self, slot):
+    in_use = slot.start + _round_up(slot.rows, self.alignment) <= self.top
+    return slot.is_stored() & in_use & (self.canary == 0)
+
+  def _check_local(self):
+    if self.top.shape != (1,):
+      raise ValueError(
+        f"The stash has {self.top.shape[0]} shards here and must have 1: a stash made with"
+        " num_shards is used inside `shard_map`, with PartitionSpec(mesh_axes) for the whole of it."
+      )
+
+
+def read_rows(residuals, buffers, slot, ragged, is_readable, implementation):
+  """Returns the rows of a slot as `Stash.restore` does; NaN unless `is_readable`, bool[1]."""
+  buffers, slot, ragged, is_readable = vary_alike(buffers, slot, ragged, is_readable)
+  is_readable = (is_readable & (slot.rows == ragged.num_rows()))[0]
+  runs = ragged.expand_runs(slot.start[0], buffers[0].shape[0])
+  runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
+
+  def read(spec, buffer):
+    zero, nan = jnp.zeros((), spec.dtype), jnp.full((), jnp.nan, spec.dtype)
+    blank = _to_storage(jnp.where(is_readable, zero, nan))
+    width = math.prod(spec.shape)
+    rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation)
+    return _from_storage(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
+
+  return tuple(map(read, residuals, buffers))
+
+
+def match_residuals(specs, found) -> list[int]:
+  """Returns which of `specs` each of `found`, pairs of row shape and dtype, is.
+
+  Equal ones are taken in order.
+
+  Raises:
+    ValueError: unless each of `specs` is found exactly once.
+  """
+  free = list(range(len(specs)))
+  order = []
+  for shape, dtype in found:
+    matches = [i for i in free if specs[i].shape == tuple(shape) and specs[i].dtype == dtype]
+    if matches:
+      order.append(matches[0])
+      free.remove(matches[0])
+  if free or len(order) != len(found):
+    describe = lambda pairs: sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape, dtype in pairs)
+    raise ValueError(
+      f"The rows to store, {describe(found)}, must be those that the stash was made for,"
+      f" {describe((s.shape, s.dtype) for s in specs)}."
+    )
+  return order
+
+
+@jax.custom_vjp
+def seal(y: Any, stash: Stash) -> Any:
+  """Hands the filled stash over to the backward pass; returns `y` unchanged.
+
+  Call it once, behind the last layer that uses the stash, with what the loss is computed from:
+
+      y, stash = layers(x, Stash.empty(...))
+      y = seal(y, stash)
+
+  Without it, with it twice, or with a stash that is not the last, gradients are NaN.
+
+  Args:
+    y: any pytree.
+    stash: as the last layer returned it.
+  """
+  del stash
+  return y
+
+
+def _seal_forward(y, stash):
+  return y, stash
+
+
+def _seal_backward(stash, d_y):
+  return d_y, stash_cotangent(first_order_only(stash), 1 + stash.canary)
+
+
+seal.defvjp(_seal_forward, _seal_backward)
+
+
+def stash_cotangent(stash: Stash, canary: jax.Array) -> Stash:
+  """Returns the cotangent of a stash: its contents, and the canary."""
+  return Stash(stash.residuals, stash.buffers, None, (None, None, None), canary)
+
+
+@jax.custom_jvp
+def first_order_only(tree: Any) -> Any:
+  """Returns `tree`; a tangent that arrives here would be lost on its way through the stash."""
+  return tree
+
+
+@first_order_only.defjvp
+def _refuse_tangents(primals, tangents):
+  del primals, tangents
+  raise NotImplementedError(
+    "pallas_stash supports first-order reverse-mode differentiation of `checkpoint` and `gmm`. Rows"
+    " in a stash carry no tangents: second-order and forward-mode derivatives, and derivatives"
+    " through Stash.push and Stash.restore, must be taken of a program without a stash."
+  )
+
+
+def name_slot(slot: Slot) -> Slot:
+  """Marks a slot to be saved by the outer `jax.checkpoint`."""
+  return jax.tree.map(lambda array: checkpoint_name(array, SLOT_NAME), slot)
+
+
+def poison_unless(is_good: jax.Array, cotangents: Any) -> Any:
+  """Turns every inexact leaf to NaN unless `is_good`, bool[]."""
+
+  def poison(leaf):
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      return leaf
+    return jnp.where(is_good, leaf, jnp.full_like(leaf, jnp.nan))
+
+  return jax.tree.map(poison, cotangents)
+
+
+def _all_along(axis_name, predicate):
+  if axis_name is None:
+    return predicate
+  return jax.lax.pmin(predicate.astype(jnp.int32), axis_name) == 1
+
+
+def _check_int(name, value, least):
+  if isinstance(value, bool) or not hasattr(value, "__index__"):
+    raise ValueError(f"{name}={value!r} must be a static int.")
+  if value.__index__() < least:
+    raise ValueError(f"{name}={value} must be at least {least}.")
+  return value.__index__()
+
+
+def _round_up(x, multiple):
+  return (x + multiple - 1) // multiple * multiple
+
+
+def _storage(dtype):
+  # Mosaic takes no float16, and a cast at the kernel's boundary would copy the whole stash.
+  return jnp.bfloat16 if dtype == jnp.float16 else dtype
+
+
+def _to_storage(array):
+  return jax.lax.bitcast_convert_type(array, _storage(array.dtype))
+
+
+def _from_storage(array, dtype):
+  return jax.lax.bitcast_convert_type(array, dtype)

@@ -1,0 +1,130 @@
+"""A ring-of-experts mixture-of-experts (MoE) layer in plain JAX.
+
+Each of the `ep` devices of the expert axis holds `num_experts // ep` experts. It gathers the tokens
+of all devices, sorts those that chose its experts into a worst-case buffer, applies the experts,
+and scatters the weighted sums back. No token is dropped.
+
+The layer's parameters are a pytree. Each device holds its own experts:
+
+  router: [width, num_experts]
+  experts: {"wi_0": [local_experts, width, hidden], "wi_1": [local_experts, width, hidden],
+            "wo": [local_experts, hidden, width]}
+"""
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+
+def param_specs(config):
+  """How the layer's parameters are sharded, as a pytree prefix of `PartitionSpec`s."""
+  return {"router": PartitionSpec(), "experts": PartitionSpec(config.expert_axis)}
+
+
+def expert_ffn(tokens, row_tokens, row_weights, group_sizes, experts, *, grouped_matmul):
+  """The experts of one device, applied to the rows routed to them.
+
+  Rows from `sum(group_sizes)` on are padding. What padding holds, in the arguments, in what
+  `grouped_matmul` returns and in the cotangent of its `lhs`, does not matter, NaN included: it is
+  deselected wherever it enters, never multiplied by zero. The results of the grouped matmuls are
+  named "mlpwi_0", "mlpwi_1" and "mlpwo" for checkpoint policies.
+
+  Args:
+    tokens: [num_tokens, width].
+    row_tokens: int32[total_rows], the token of each row, the rows in the order of their experts.
+    row_weights: float32[total_rows], the weight of each row in the sum for its token.
+    group_sizes: int32[local_experts], the rows of each expert.
+    experts: the experts' parameters.
+    grouped_matmul: `(lhs [total_rows, k], rhs [local_experts, k, n], group_sizes) -> [total_rows,
+      n]`, each group of rows times its own matrix.
+
+  Returns:
+    [num_tokens, width], the weighted sum of the experts' outputs for each token.
+  """
+  live = (jnp.arange(row_tokens.shape[0]) < jnp.sum(group_sizes))[:, None]
+
+  def mask(rows):
+    return jnp.where(live, rows, 0)
+
+  def project(rows, name):
+    return mask(checkpoint_name(grouped_matmul(rows, experts[name], group_sizes), f"mlp{name}"))
+
+  rows = mask(tokens[row_tokens])
+  out = project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
+  weighted = out * mask(row_weights[:, None])
+  return jnp.zeros_like(tokens, weighted.dtype).at[row_tokens].add(weighted).astype(tokens.dtype)
+
+
+def route(x, router, config):
+  """Chooses `top_k` experts for each token.
+
+  Args:
+    x: [tokens, width].
+    router: [width, num_experts].
+    config: a `model.Config`.
+
+  Returns:
+    expert_ids: int32[tokens, top_k], distinct for each token.
+    weights: float32[tokens, top_k], the softmax over all experts, renormalised over the chosen.
+  """
+  logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+  weights, expert_ids = lax.top_k(jax.nn.softmax(logits), config.top_k)
+  return expert_ids, weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def sort_rows(expert_ids, weights, first_expert, local_experts):
+  """Sorts what the tokens chose by the experts of one device.
+
+  Choices of other devices' experts come last: they fill the padding, with real tokens and weights.
+
+  Args:
+    expert_ids: int32[tokens, top_k], distinct for each token.
+    weights: [tokens, top_k].
+    first_expert: int32 scalar, the first expert of the device.
+    local_experts: a Python integer, how many experts the device holds from there on.
+
+  Returns:
+    row_tokens: int32[total_rows], where `total_rows` is `tokens * min(top_k, local_experts)`.
+    row_weights: [total_rows].
+    group_sizes: int32[local_experts].
+  """
+  num_tokens, top_k = expert_ids.shape
+  total_rows = num_tokens * min(top_k, local_experts)
+  group = (expert_ids - first_expert).reshape(-1)
+  group = jnp.where((0 <= group) & (group < local_experts), group, local_experts)
+  order = jnp.argsort(group, stable=True)[:total_rows]
+  group_sizes = jnp.sum(group[:, None] == jnp.arange(local_experts), axis=0, dtype=jnp.int32)
+  return order // top_k, weights.reshape(-1)[order], group_sizes
+
+
+def moe_block(x, layer_params, state, *, config, ffn=None):
+  """The layer on one device. Call it inside a `shard_map` over `config.expert_axis`, of any size.
+
+  Args:
+    x: [..., width], this device's tokens.
+    layer_params: this device's parameters of the layer.
+    state: any pytree, passed through `ffn`.
+    config: a `model.Config`.
+    ffn: `(state, group_sizes, *args) -> (out, state)`, `args` being the positional arguments of
+      `expert_ffn`. By default `expert_ffn` itself, and `state` is left alone.
+
+  Returns:
+    y: [..., width].
+    state: as `ffn` returned it.
+    group_sizes: int32[local_experts], the rows that this device's experts received.
+  """
+  local_experts = config.num_experts // lax.axis_size(config.expert_axis)
+  first_expert = lax.axis_index(config.expert_axis) * local_experts
+  tokens = x.reshape(-1, x.shape[-1])
+  gathered = lax.all_gather(tokens, config.expert_axis, tiled=True)
+  expert_ids, weights = route(gathered, layer_params["router"], config)
+  *rows, group_sizes = sort_rows(expert_ids, weights, first_expert, local_experts)
+  args = (gathered, *rows, group_sizes, layer_params["experts"])
+  if ffn is None:
+    out = expert_ffn(*args, grouped_matmul=config.grouped_matmul)
+  else:
+    out, state = ffn(state, group_sizes, *args)
+  out = lax.psum_scatter(out, config.expert_axis, tiled=True)
+  return out.reshape(x.shape), state, group_sizes

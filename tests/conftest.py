@@ -1,0 +1,30 @@
+"""Runs the suite on a host without a TPU, for TPUs: interpreted there, compiled ahead of time.
+
+On a TPU host nothing is set and the same tests run the compiled kernels.
+"""
+
+import glob
+import os
+
+ON_TPU = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
+
+if not ON_TPU:
+  # Before jax is imported: eight devices, and a TPU compiler that looks for no TPU.
+  flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+  os.environ.update(
+    JAX_PLATFORMS="cpu",
+    TPU_SKIP_MDS_QUERY="1",
+    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    TPU_WORKER_HOSTNAMES="localhost",
+    TPU_ACCELERATOR_TYPE="v5p-8",
+  )
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def no_races(capsys):
+  """Fails a test in which the interpreter printed a race: not every jax raises an error."""
+  yield
+  assert "RACE DETECTED" not in capsys.readouterr().out
