@@ -1,0 +1,19 @@
+"""Checks of pytrees of arrays, and of the devices that a test needs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+
+def assert_trees_equal(actual, expected):
+  """Fails unless two pytrees are equal, NaNs included."""
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(actual), jax.device_get(expected))
+
+
+def is_any_nan(tree):
+  return any(bool(jnp.isnan(leaf).any()) for leaf in jax.tree.leaves(tree))
+
+
+def needs_devices(count):
+  return pytest.mark.skipif(len(jax.devices()) < count, reason=f"needs {count} devices")

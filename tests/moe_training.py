@@ -1,0 +1,144 @@
+"""The reference model with its residuals saved, and with them in a stash, in both structures."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+import pallas_stash as ps
+from reference import model, moe
+
+SAVE = jax.checkpoint_policies.save_only_these_names
+NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")
+CONFIG = model.Config(vocab=64, width=32, hidden=16, num_experts=8, top_k=2, layers=3, num_heads=0)
+BATCH, SEQ = 4, 12  # Of all devices together.
+
+
+@functools.cache
+def params_and_tokens(config):
+  params = jax.jit(functools.partial(model.init, config))(jax.random.key(0))
+  tokens = jax.random.randint(jax.random.key(1), (BATCH, SEQ + 1), 0, config.vocab)
+  return params, tokens
+
+
+def expert_ffn(config):
+  return functools.partial(moe.expert_ffn, grouped_matmul=config.grouped_matmul)
+
+
+def saving_ffn(config):
+  """Saves the residuals at worst-case size."""
+  saving = jax.checkpoint(expert_ffn(config), policy=SAVE(*NAMES))
+  return lambda state, group_sizes, *args: (saving(*args), state)
+
+
+def stashing_ffn(config, **options):
+  """Keeps the residuals in the stash."""
+  f = ps.checkpoint(expert_ffn(config), policy=SAVE(*NAMES), **options)
+
+  def ffn(stash, group_sizes, *args):
+    return f(stash, ps.RaggedRows(group_sizes, args[1].shape[0]), *args)
+
+  return ffn, f.residuals
+
+
+def residuals_of(config, devices, residuals):
+  """Returns the residuals of one device, from shapes alone."""
+  tokens, local = BATCH * SEQ, config.num_experts // devices
+  rows = tokens * min(config.top_k, local)
+  shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
+  experts = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+  experts = jax.tree.map(
+    lambda leaf: shape(local, *leaf.shape[2:], dtype=leaf.dtype),
+    experts["layers"]["moe"]["experts"],
+  )
+  sizes = shape(local, dtype=jnp.int32)
+  return residuals(
+    ps.RaggedRows(sizes, rows),
+    shape(tokens, config.width, dtype=config.dtype),
+    shape(rows, dtype=jnp.int32),
+    shape(rows),
+    sizes,
+    experts,
+  )
+
+
+def loss_function(config, devices, structure, check_vma=True, capacity=None, seals=1, **options):
+  """Returns `loss(params, tokens) -> (loss, (stats, group_sizes))` of the model.
+
+  Args:
+    config: of the reference model.
+    devices: the size of the expert axis.
+    structure: "inside", the scan inside one shard_map, or "outside", a shard_map in each layer.
+    check_vma: of the shard_map.
+    capacity: rows of the stash on each device; None saves the residuals instead.
+    seals: how often the stash is sealed.
+    **options: of `pallas_stash.checkpoint`.
+  """
+  mesh = Mesh(np.array(jax.devices()[:devices]), ("expert",))
+  ffn, names = saving_ffn(config), NAMES
+  if capacity is not None:
+    ffn, residuals = stashing_ffn(config, **options)
+    residuals, names = residuals_of(config, devices, residuals), (ps.SLOT_NAME,)
+
+  def finish(x, stash):
+    for _ in range(seals if capacity is not None else 0):
+      x = ps.seal(x, stash)
+    return x
+
+  run = functools.partial(model.loss, config=config, ffn=ffn, policy=SAVE(*names), finish=finish)
+
+  def stats_of(stash):
+    return None if stash is None else stash.stats()
+
+  def inside(params, tokens):
+    stash = None
+    if capacity is not None:
+      stash = ps.Stash.empty(capacity, residuals)
+      if check_vma:
+        stash = jax.tree.map(lambda leaf: lax.pcast(leaf, ("expert",), to="varying"), stash)
+    loss, (stash, sizes) = run(params, tokens, state=stash)
+    return lax.pmean(loss, "expert"), (stats_of(stash), sizes)
+
+  def outside(params, tokens):
+    def block(x, layer_params, stash, *, config, ffn):
+      return jax.shard_map(
+        functools.partial(moe.moe_block, config=config, ffn=ffn),
+        mesh=mesh,
+        in_specs=(P("expert"), moe.param_specs(config), P("expert")),
+        out_specs=P("expert"),
+        check_vma=check_vma,
+      )(x, layer_params, stash)
+
+    stash = None
+    if capacity is not None:
+      stash = ps.Stash.empty(capacity, residuals, num_shards=devices)
+      sharding = NamedSharding(mesh, P("expert"))
+      stash = lax.with_sharding_constraint(stash, jax.tree.map(lambda _: sharding, stash))
+    loss, (stash, sizes) = run(params, tokens, state=stash, moe=block)
+    return loss, (stats_of(stash), sizes)
+
+  if structure == "outside":
+    return outside
+  return jax.shard_map(
+    inside,
+    mesh=mesh,
+    in_specs=(model.param_specs(config), P("expert")),
+    out_specs=(P(), (P("expert"), P(None, "expert"))),
+    check_vma=check_vma,
+  )
+
+
+@functools.cache
+def gradients(config, devices, structure, **options):
+  """Returns (loss, gradients, stats, group_sizes [layers, experts])."""
+  loss = loss_function(config, devices, structure, **options)
+  # XLA may keep in float32 what the program rounds to bfloat16, in one program and not in another.
+  # Without that, a value is the same wherever it is computed.
+  compiler_options = None if config.dtype == jnp.float32 else {"xla_allow_excess_precision": False}
+  gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
+  (loss, (stats, sizes)), gradients = gradient(*params_and_tokens(config))
+  return loss, gradients, stats, sizes

@@ -1,0 +1,185 @@
+"""`gmm` has the gradients of the grouped matmul that it wraps, and zero in padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_stash as ps
+from tests.checks import assert_trees_equal, is_any_nan
+from tests.support import IMPLEMENTATIONS, ON_TPU
+
+M, K, N, GROUPS = 256, 128, 256, 4
+TILING = (128, 128, 128)
+SIZES = jnp.array([50, 0, 71, 30], jnp.int32)
+
+
+def operands(dtype=jnp.float32, groups=GROUPS, transpose_rhs=False):
+  keys = jax.random.split(jax.random.key(0), 3)
+  lhs = jax.random.normal(keys[0], (M, K)).astype(dtype)
+  lhs = lhs.at[int(SIZES.sum()) :].set(jnp.nan)  # Padding.
+  rhs = jax.random.normal(keys[1], (groups, N, K) if transpose_rhs else (groups, K, N)).astype(
+    dtype
+  )
+  return lhs, rhs, jax.random.normal(keys[2], (M, N)).astype(dtype)
+
+
+def rows_in_groups(offset=0, groups=GROUPS):
+  first, last = int(SIZES[:offset].sum()), int(SIZES[: offset + groups].sum())
+  return (jnp.arange(M) >= first) & (jnp.arange(M) < last)
+
+
+def differentiate(multiply, operands, live):
+  """Returns (out, d_lhs, d_rhs) for a cotangent that is NaN in padding, as no one should care."""
+  lhs, rhs, d_out = operands
+
+  def run(lhs, rhs, d_out):
+    out, vjp, stash = jax.vjp(multiply, lhs, rhs, has_aux=True)
+    return out, *vjp(jnp.where(live[:, None], d_out, 0)), stash
+
+  out, d_lhs, d_rhs, stash = jax.jit(run)(lhs, rhs, d_out)
+  return jnp.where(live[:, None], out, 0), d_lhs, d_rhs, stash
+
+
+def plain(grouped_matmul):
+  return lambda lhs, rhs: (grouped_matmul(lhs, rhs), None)
+
+
+def stashed(capacity=200, dtype=jnp.float32, seals=1, **options):
+  def multiply(lhs, rhs):
+    stash = ps.Stash.empty(capacity, [jax.ShapeDtypeStruct((K,), dtype)])
+    out, stash = ps.gmm(stash, lhs, rhs, SIZES, **options)
+    for _ in range(seals):
+      out = ps.seal(out, stash)
+    return out, stash.stats()
+
+  return multiply
+
+
+def megablox(transpose_rhs=False, group_offset=None, dtype=jnp.float32):
+  from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+  return lambda lhs, rhs: gmm(
+    lhs, rhs, SIZES, dtype, TILING, group_offset, None, transpose_rhs, not ON_TPU
+  )
+
+
+def assert_same(actual, expected, live):
+  out, d_lhs, d_rhs, _ = actual
+  assert_trees_equal(out, expected[0])
+  assert_trees_equal(d_lhs[live], expected[1][live])
+  assert_trees_equal(d_lhs[~live], jnp.zeros_like(d_lhs[~live]))
+  assert_trees_equal(d_rhs, expected[2])
+  assert not is_any_nan((d_lhs, d_rhs))
+
+
+@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_gradients_are_those_of_megablox(dtype, transpose_rhs, implementation):
+  args, live = operands(dtype, transpose_rhs=transpose_rhs), rows_in_groups()
+  options = {"preferred_element_type": dtype, "transpose_rhs": transpose_rhs}
+  options |= {"tiling": TILING, "interpret": not ON_TPU, "implementation": implementation}
+  actual = differentiate(stashed(dtype=dtype, **options), args, live)
+  expected = differentiate(plain(megablox(transpose_rhs, dtype=dtype)), args, live)
+  assert_same(actual, expected, live)
+  assert [int(x[0]) for x in actual[3]] == [152, 152, 0, 0]
+
+
+@pytest.mark.parametrize("offset, groups", [(0, 2), (1, 2), (2, 2), (1, 1)])
+def test_only_the_groups_that_rhs_has_are_kept(offset, groups):
+  args, live = operands(groups=groups), rows_in_groups(offset, groups)
+  offset = jnp.int32(offset)
+  options = {"group_offset": offset, "tiling": TILING, "interpret": not ON_TPU}
+  actual = differentiate(stashed(**options), args, live)
+  expected = differentiate(plain(megablox(group_offset=offset)), args, live)
+  assert_same(actual, expected, live)
+  assert int(actual[3].rows_in_use[0]) == -(-int(live.sum()) // 8) * 8
+
+
+def injected():
+  def ragged_dot(lhs, rhs):
+    return jax.lax.ragged_dot(lhs, rhs, SIZES)
+
+  def tokamax(lhs, rhs):
+    return pytest.importorskip("tokamax").ragged_dot(lhs, rhs, SIZES)
+
+  return [ragged_dot, tokamax]
+
+
+@pytest.mark.parametrize("grouped_matmul", injected(), ids=lambda f: f.__name__)
+def test_another_grouped_matmul(grouped_matmul):
+  lhs, rhs, d_out = operands()
+  live = rows_in_groups()
+  args = (jnp.where(live[:, None], lhs, 0), rhs, d_out)
+  inject = lambda lhs, rhs, group_sizes: grouped_matmul(lhs, rhs)
+  actual = differentiate(stashed(grouped_matmul=inject), args, live)
+  assert_same(actual, differentiate(plain(grouped_matmul), args, live), live)
+
+
+def test_overflow_is_nan_in_rhs_and_counted():
+  args, live = operands(), rows_in_groups()
+  options = {"tiling": TILING, "interpret": not ON_TPU}
+  out, d_lhs, d_rhs, stats = differentiate(stashed(capacity=144, **options), args, live)
+  expected = differentiate(plain(megablox()), args, live)
+  assert_trees_equal(out, expected[0])
+  assert_trees_equal(d_lhs[live], expected[1][live])
+  has_rows = SIZES > 0
+  assert bool(jnp.isnan(d_rhs[has_rows]).all())
+  assert_trees_equal(d_rhs[~has_rows], jnp.zeros_like(d_rhs[~has_rows]))
+  assert [int(x[0]) for x in stats] == [0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("seals", [0, 2])
+def test_gradients_are_nan_unless_sealed_once(seals):
+  args, live = operands(), rows_in_groups()
+  options = {"tiling": TILING, "interpret": not ON_TPU, "seals": seals}
+  _, d_lhs, d_rhs, _ = differentiate(stashed(**options), args, live)
+  assert bool(jnp.isnan(d_lhs[live]).all()) and bool(jnp.isnan(d_rhs[SIZES > 0]).all())
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    ({"residual": ((K,), jnp.bfloat16)}, "must be those that the stash was made for"),
+    ({"residual": ((N,), jnp.float32)}, "must be those that the stash was made for"),
+    ({"lhs": jnp.zeros((2, M, K))}, "must have rank 2"),
+    ({"stash": None}, "must be a Stash"),
+    ({"transpose_rhs": True, "grouped_matmul": jax.lax.ragged_dot}, "must be left out"),
+    ({"group_offset": jnp.int32(1), "grouped_matmul": jax.lax.ragged_dot}, "must be left out"),
+  ],
+)
+def test_misuse_is_refused(change, message):
+  change = dict(change)
+  shape, dtype = change.pop("residual", ((K,), jnp.float32))
+  lhs, rhs, _ = operands()
+  lhs = change.pop("lhs", lhs)
+  stash = change.pop("stash", ps.Stash.empty(200, [jax.ShapeDtypeStruct(shape, dtype)]))
+  options = {"tiling": TILING, "interpret": not ON_TPU} | change
+  with pytest.raises(ValueError, match=message):
+    jax.vjp(lambda lhs: ps.gmm(stash, lhs, rhs, SIZES, **options)[0], lhs)
+
+
+def test_the_signature_is_that_of_megablox():
+  import inspect
+
+  from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+  theirs = inspect.signature(inspect.unwrap(gmm)).parameters
+  ours = inspect.signature(ps.gmm).parameters
+  positional = [n for n, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+  assert positional == ["stash", *(name for name in theirs if name != "existing_out")]
+  same_default = lambda name: ours[name].default == theirs[name].default
+  assert all(map(same_default, positional[1:]))
+
+
+def test_undifferentiated_the_stash_passes_through():
+  lhs, rhs, _ = operands()
+  multiply = functools.partial(ps.gmm, tiling=TILING, interpret=not ON_TPU)
+  stash = ps.Stash.empty(200, [jax.ShapeDtypeStruct((K,), jnp.float32)])
+  out, after = jax.jit(multiply)(stash, lhs, rhs, SIZES)
+  assert_trees_equal(after, stash)
+  live = rows_in_groups()
+  np.testing.assert_array_equal(out[live], megablox()(lhs, rhs)[live])

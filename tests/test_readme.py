@@ -1,0 +1,64 @@
+"""The example of the README runs, and computes what the same program without a stash computes."""
+
+import pathlib
+import re
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+from tests.checks import assert_trees_equal
+
+README = pathlib.Path(__file__).parent.parent / "README.md"
+LAYERS, TOKENS, WIDTH, HIDDEN, EXPERTS = 3, 32, 8, 16, 4
+
+
+def expert_ffn(rows, weights, group_sizes):
+  live = (jnp.arange(rows.shape[0]) < group_sizes.sum())[:, None]
+  rows = jnp.where(live, rows, 0)
+
+  def project(rows, name):
+    out = jax.lax.ragged_dot(rows, weights[name], group_sizes)
+    return jnp.where(live, checkpoint_name(out, f"mlp{name}"), 0)
+
+  return project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
+
+
+def route(x):
+  """Half of the buffer is padding that holds real tokens."""
+  return jnp.concatenate([x, x]), jnp.array([9, 0, 20, 3], jnp.int32)
+
+
+def combine(x, out):
+  return x + out[:TOKENS]
+
+
+def plain_loss(weights, x):
+  def layer(x, weights):
+    rows, group_sizes = route(x)
+    return combine(x, expert_ffn(rows, weights, group_sizes)), None
+
+  policy = jax.checkpoint_policies.save_only_these_names("mlpwi_0", "mlpwi_1")
+  return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2)
+
+
+def test_the_example_runs():
+  (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+  struct = lambda width: jax.ShapeDtypeStruct((width,), jnp.float32)
+  names = {
+    "expert_ffn": expert_ffn,
+    "route": route,
+    "combine": combine,
+    "capacity_rows": LAYERS * TOKENS,
+    "residuals": [struct(HIDDEN), struct(HIDDEN)],
+  }
+  exec(example, names)
+  keys = iter(jax.random.split(jax.random.key(0), 4))
+  shapes = {"wi_0": (WIDTH, HIDDEN), "wi_1": (WIDTH, HIDDEN), "wo": (HIDDEN, WIDTH)}
+  weights = {
+    name: jax.random.normal(next(keys), (LAYERS, EXPERTS, *shape)) / 3
+    for name, shape in shapes.items()
+  }
+  x = jax.random.normal(next(keys), (TOKENS, WIDTH))
+  gradient = jax.jit(jax.value_and_grad(names["loss"]))(weights, x)
+  assert_trees_equal(gradient, jax.jit(jax.value_and_grad(plain_loss))(weights, x))
