@@ -10,6 +10,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
@@ -125,8 +126,9 @@ class Stash:
         )
     alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
     rows = _round_up(capacity_rows, alignment) * num_shards
+    # Not zeros: no row is read before it is written, and a TPU would write them all every step.
     buffers = tuple(
-      jnp.zeros((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
+      lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
     zeros = jnp.zeros((num_shards,), jnp.int32)
     stash = Stash(specs, buffers, zeros, (zeros, zeros, zeros), jnp.zeros((num_shards,)))
@@ -361,7 +363,7 @@ def poison_unless(is_good: jax.Array, cotangents: Any) -> Any:
 def _all_along(axis_name, predicate):
   if axis_name is None:
     return predicate
-  return jax.lax.pmin(predicate.astype(jnp.int32), axis_name) == 1
+  return lax.pmin(predicate.astype(jnp.int32), axis_name) == 1
 
 
 def _check_int(name, value, least):
@@ -382,8 +384,8 @@ def _storage(dtype):
 
 
 def _to_storage(array):
-  return jax.lax.bitcast_convert_type(array, _storage(array.dtype))
+  return lax.bitcast_convert_type(array, _storage(array.dtype))
 
 
 def _from_storage(array, dtype):
-  return jax.lax.bitcast_convert_type(array, dtype)
+  return lax.bitcast_convert_type(array, dtype)

@@ -4,6 +4,8 @@ A word holds `word_rows` rows of one column, the first row in its lowest bits. A
 that fill the eight sublanes of a vector register: 8 words, `block_rows` rows.
 """
 
+import functools
+
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_stash.kernels.tiling import LANES, SUBLANES
 
-CHUNK = 4 * LANES  # Columns that are worked on together: what fits the vector registers.
+CHUNK = 8 * LANES  # Columns worked on together: enough to hide latency, few enough for registers.
 
 
 def merge(landed, tile, first, last, shift, *, block_rows, interpreted):
@@ -54,7 +56,7 @@ def _merge_columns(landed, tile, first, last, shift, block_rows):
       mask |= jnp.where((row >= first) & (row < last), bits, 0)
     return mask
 
-  def copy_block(block, current):
+  def copy_block(block, current, *, is_edge):
     following = rotations(block + 1)
     new, *beyond = (
       jnp.where(sublane < SUBLANES - move, here, there)
@@ -64,13 +66,19 @@ def _merge_columns(landed, tile, first, last, shift, block_rows):
       low = lax.shift_right_logical(new, jnp.full(shape, row_bits * rest, jnp.int32))
       high = lax.shift_left(beyond[0], jnp.full(shape, 32 - row_bits * rest, jnp.int32))
       new = jnp.where(rest == 0, new, low | high)
-    mask = row_mask(block)
-    tile.store(block, (new & mask) | (tile.load(block) & ~mask))
+    if is_edge:
+      mask = row_mask(block)
+      new = (new & mask) | (tile.load(block) & ~mask)
+    tile.store(block, new)
     return following
 
+  edge = functools.partial(copy_block, is_edge=True)
+  interior = functools.partial(copy_block, is_edge=False)
   first_block = lax.div(first, block_rows)
-  last_block = lax.div(last + block_rows - 1, block_rows)
-  lax.fori_loop(first_block, last_block, copy_block, rotations(first_block))
+  last_block = lax.div(last - 1, block_rows)
+  current = edge(first_block, rotations(first_block))
+  current = lax.fori_loop(first_block + 1, last_block, interior, current)
+  lax.fori_loop(jnp.maximum(first_block + 1, last_block), last_block + 1, edge, current)
 
 
 def fill(tile, word, *, block_rows, interpreted):
