@@ -167,7 +167,7 @@ class Stash:
       if value.shape[:1] != (ragged.total_rows,):
         raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
     order = match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
-    values = first_order_only(values)
+    self, values = first_order_only((self, values))
     self, values, ragged = vary_alike(self, values, ragged)
 
     top, (peak, overflowed, invalid) = self.top[0], self.counters
@@ -215,14 +215,15 @@ class Stash:
     """Frees the rows of the slot that was pushed last; of one that was not stored, nothing.
 
     Popping another slot is known only at run time: it frees nothing and breaks the stash for good,
-    so that every later `restore` and every gradient is NaN.
+    so that every later `restore` and every gradient is NaN. Not for use between layers that are
+    differentiated: gradients of the layers before it are NaN, as others may reuse their rows.
     """
     self._check_local()
     self, slot = vary_alike(self, slot)
     is_last = slot.start + _round_up(slot.rows, self.alignment) == self.top
     is_right = is_last | ~slot.is_stored()
     top = jnp.where(is_last & slot.is_stored(), slot.start, self.top)
-    canary = jnp.where(is_right, self.canary, jnp.nan)
+    canary = jnp.where(is_right, lax.stop_gradient(self.canary), jnp.nan)
     return Stash(self.residuals, self.buffers, top, self.counters, canary)
 
   def stats(self) -> StashStats:

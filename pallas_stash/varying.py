@@ -7,16 +7,15 @@ from jax import lax
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-  """Returns the mesh axes over which any leaf of `tree` varies."""
-  types = [jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(tree)]
-  return frozenset().union(*(mat.varying for mat in types))
+  """Returns the mesh axes over which any leaf, an array or a `ShapeDtypeStruct`, varies."""
+  return frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
 
 
 def vary_over(tree: Any, axes: frozenset[str]) -> Any:
   """Returns `tree` with every leaf varying over `axes` (and over what it varied over before)."""
 
   def vary(leaf):
-    missing = axes - jax.typeof(leaf).manual_axis_type.varying
+    missing = axes - _varying_axes(leaf)
     return lax.pcast(leaf, tuple(sorted(missing)), to="varying") if missing else leaf
 
   return jax.tree.map(vary, tree)
@@ -29,3 +28,9 @@ def vary_alike(*trees: Any) -> tuple[Any, ...]:
   the operands alike before a `custom_vjp` leaves the sum of cotangents over devices to autodiff.
   """
   return vary_over(trees, varying_axes(trees))
+
+
+def _varying_axes(leaf):
+  is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
+  manual_axis_type = (leaf if is_struct else jax.typeof(leaf)).manual_axis_type
+  return manual_axis_type.varying if manual_axis_type else frozenset()

@@ -294,13 +294,32 @@ def test_a_stash_that_is_sealed_too_early_gives_nan():
   assert is_any_nan(chain(use))
 
 
-def test_popping_out_of_order_gives_nan():
+WRONG_SLOT = ps.Slot(jnp.array([3], jnp.int32), jnp.array([5], jnp.int32))
+
+
+def test_popping_out_of_order_gives_nan_from_there_on():
+  assert is_any_nan(chain(lambda f, stash, x: ps.seal(*f(stash.pop(WRONG_SLOT), x))))
+
+
+def test_popping_between_layers_gives_nan():
+  """Even in order: rows that a layer still needs may be overwritten by the next."""
+
   def use(f, stash, x):
     y, stash = f(stash, x)
-    wrong = ps.Slot(jnp.array([3], jnp.int32), jnp.array([5], jnp.int32))
-    return ps.seal(y, stash.pop(wrong))
+    last = ps.Slot(stash.top, jnp.zeros_like(stash.top))
+    return ps.seal(y, stash.pop(last))
 
   assert is_any_nan(chain(use))
+
+
+def test_pushing_between_layers_is_refused():
+  def use(f, stash, x):
+    y, stash = f(stash, x)
+    stash, _ = stash.push([jnp.ones((ROWS, HIDDEN))] * 2, ragged_of(COUNTS[0]))
+    return ps.seal(y, stash)
+
+  with pytest.raises(NotImplementedError, match="through Stash.push"):
+    chain(use)
 
 
 def test_second_order_is_refused():
@@ -359,3 +378,28 @@ def test_a_closed_over_concrete_array_is_fine():
   fun = lambda rows, w_in: experts(rows, w_in, w_out, COUNTS[0])
   stashed, plain = gradients_of(fun, X, weights()[1][0], policy=SAVE("residual"))
   assert_trees_equal(stashed, plain)
+
+
+@needs_devices(2)
+def test_a_stash_made_for_values_that_vary_over_devices_varies():
+  """So that it can be the carry of a scan in `shard_map(check_vma=True)`."""
+  mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+  f = ps.checkpoint(experts, policy=SAVE("residual"))
+
+  def loss(x, w_in, w_out, count):
+    args = (w_in[0], w_out[0], count[0])
+    stash = ps.Stash.empty(256, f.residuals(ragged_of(count[0]), x, *args))
+
+    def layer(carry, weights):
+      x, stash = carry
+      out, stash = f(stash, ragged_of(count[0]), x, *weights, count[0])
+      return (x + out, stash), None
+
+    (x, stash), _ = lax.scan(layer, (x, stash), (w_in, w_out))
+    return lax.psum(jnp.sum(ps.seal(x, stash) ** 2), "x")
+
+  run = jax.shard_map(
+    loss, mesh=mesh, in_specs=(P("x"), P(), P(), P("x")), out_specs=P(), check_vma=True
+  )
+  gradient = jax.jit(jax.grad(run))(jnp.tile(X, (2, 1)), *weights()[1:], COUNTS[:2])
+  assert not is_any_nan(gradient)
