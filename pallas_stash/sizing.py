@@ -100,7 +100,8 @@ def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:
       `jax.ShapeDtypeStruct((width,), jnp.bfloat16)`.
 
   Returns:
-    `rows * sum(prod(shape) * itemsize)` over the residuals.
+    `rows * sum(prod(shape) * itemsize)` over the residuals. A `Stash`, like any array on a TPU,
+    takes rows that are no multiple of 128 elements wide as if they were the next multiple.
   """
   if not isinstance(rows, numbers.Integral) or rows < 0:
     raise ValueError(f"{rows=} must be an integer, zero or more")

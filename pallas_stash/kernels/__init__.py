@@ -4,7 +4,7 @@ The implementation is chosen when the program is lowered, by the platform that i
 not by the devices of the host.
 """
 
-from typing import Literal
+from typing import get_args, Literal
 
 import jax
 from jax import lax
@@ -22,7 +22,7 @@ INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 def check_implementation(implementation: str | None) -> None:
   """Raises a ValueError unless `implementation` is None or the name of one."""
-  names = (None, *Implementation.__args__)
+  names = (None, *get_args(Implementation))
   if implementation not in names:
     raise ValueError(f"{implementation=} must be one of {names}.")
 
