@@ -14,6 +14,8 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 # GiB of a device that a program may use, as the compiler's own out-of-memory error states them.
 HBM_GIB = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 
+REPLICATED = PartitionSpec()
+
 # What names a buffer that is there, or gives it its first contents.
 _NOT_A_COPY = {
   *("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast"),
@@ -28,7 +30,7 @@ def mesh(chip, devices=1):
   return jax.sharding.Mesh(topology.devices[:devices], ("expert",))
 
 
-def place(tree, mesh, specs=PartitionSpec()):
+def place(tree, mesh, specs=REPLICATED):
   """Shapes for ahead-of-time compilation: `tree`, sharded by the pytree prefix `specs`."""
 
   def place_subtree(spec, subtree):

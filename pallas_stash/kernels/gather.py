@@ -1,8 +1,8 @@
 """The Pallas TPU kernel that gathers runs of rows: compact and expand are two uses of it.
 
 Runs of source rows go to consecutive destination rows. A tile is `tile_rows` destination rows, a
-piece is the part of one run that lands in one tile, and each core walks over the pieces of its share
-of the tiles:
+piece is the part of one run that lands in one tile, and each core walks over the pieces of its
+share of the tiles:
 
     source --load--> landing slot --shift and merge--> assembly slot --store--> destination
                           \\_________ a whole aligned tile needs neither __________/
