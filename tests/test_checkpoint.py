@@ -168,6 +168,27 @@ def test_residuals_of_several_widths_and_dtypes():
   jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), stashed, plain)
 
 
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_a_stash_may_have_its_residuals_in_any_order(capacity):
+  """The order of the leaves of a vjp function is not the caller's business."""
+
+  def fun(rows, w_in, w_out):
+    hidden = checkpoint_name(mask(rows @ w_in, COUNTS[0]), "residual")
+    out = checkpoint_name(mask(jnp.sin(hidden) @ w_out, COUNTS[0]), "residual")
+    return mask(jnp.exp(out), COUNTS[0])
+
+  policy = SAVE("residual")
+  args = (X, weights()[1][0], weights()[2][0])
+  specs = ps.checkpoint(fun, policy=policy).residuals(ragged_of(COUNTS[0]), *args)
+  assert specs[0].shape != specs[1].shape
+  for order in (specs, specs[::-1]):
+    stashed, plain = gradients_of(fun, *args, specs=order, capacity=capacity, policy=policy)
+    # What the plain program fuses it may round differently.
+    jax.tree.map(
+      functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), stashed, plain
+    )
+
+
 def test_an_argument_is_told_from_a_residual_of_its_shape():
   """`rows` and `scale` are needed in the backward pass, and have the shape of the residual."""
 
