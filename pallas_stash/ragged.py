@@ -91,13 +91,15 @@ class RaggedRows:
   def is_valid(self) -> jax.Array:
     """Returns bool[]: whether every group lies inside the buffer and no two groups overlap."""
     sizes, starts = self._sizes_and_starts()
-    in_range = jnp.all((self.group_sizes >= 0) & (self.group_sizes <= self.total_rows))
+    given_sizes = as_int32(self.group_sizes)
+    in_range = jnp.all((given_sizes >= 0) & (given_sizes <= self.total_rows))
     if self.group_starts is None:
       # A cumulative sum that leaves int32 was past total_rows one group before, or is negative now.
       ends = starts + sizes
       return in_range & jnp.all((ends >= 0) & (ends <= self.total_rows))
     occupied = sizes > 0
-    inside = (self.group_starts >= 0) & (self.group_starts <= self.total_rows - sizes)
+    given_starts = as_int32(self.group_starts)
+    inside = (given_starts >= 0) & (given_starts <= self.total_rows - sizes)
     in_range &= jnp.all(inside | ~occupied)
     order = jnp.argsort(jnp.where(occupied, starts, self.total_rows))
     starts, sizes = starts[order], sizes[order]
@@ -121,7 +123,7 @@ class RaggedRows:
         " are int32."
       )
     starts, sizes = self._segments()
-    start = jnp.clip(start, -self.total_rows, stash_rows).astype(jnp.int32)
+    start = jnp.clip(as_int32(start), -self.total_rows, stash_rows)
     destinations = start + jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     first = jnp.maximum(destinations, 0)
     stop = jnp.minimum(destinations + sizes, stash_rows)
@@ -141,10 +143,10 @@ class RaggedRows:
     return CopyRuns(*(field[order] for field in runs))
 
   def _sizes_and_starts(self):
-    sizes = jnp.clip(self.group_sizes, 0, self.total_rows).astype(jnp.int32)
+    sizes = jnp.clip(as_int32(self.group_sizes), 0, self.total_rows)
     if self.group_starts is None:
       return sizes, jnp.cumsum(sizes, dtype=jnp.int32) - sizes
-    return sizes, jnp.clip(self.group_starts, 0, self.total_rows).astype(jnp.int32)
+    return sizes, jnp.clip(as_int32(self.group_starts), 0, self.total_rows)
 
   def _segments(self):
     """Returns starts and sizes, int32[segments], adjacent groups as one; empty if not valid."""
@@ -153,6 +155,14 @@ class RaggedRows:
     if self.group_starts is None:
       return jnp.zeros((1,), jnp.int32), jnp.sum(sizes, dtype=jnp.int32)[None]
     return starts, sizes
+
+
+def as_int32(integers: jax.Array) -> jax.Array:
+  """Returns integers of any dtype as int32, the nearest one for those that it does not hold."""
+  integers = jnp.asarray(integers)
+  limits, to = jnp.iinfo(integers.dtype), jnp.iinfo(jnp.int32)
+  low, high = max(limits.min, to.min), min(limits.max, to.max)
+  return jnp.clip(integers, low, high).astype(jnp.int32)
 
 
 def _check_groups(name, groups):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.kernels import Implementation
-from pallas_stash.ragged import RaggedRows
+from pallas_stash.ragged import as_int32, RaggedRows
 from pallas_stash.varying import vary_alike
 
 
@@ -146,8 +146,7 @@ def _first_row(name, operand, start_indices):
   start = jnp.asarray(start_indices[0])
   if start.ndim or not jnp.issubdtype(start.dtype, jnp.integer):
     raise ValueError(f"start index {start} of shape {start.shape} must be an integer scalar.")
-  info = jnp.iinfo(start.dtype)
-  start = jnp.clip(start, max(info.min, -(2**31)), min(info.max, 2**31 - 1)).astype(jnp.int32)
+  start = as_int32(start)
   return jnp.where(start < 0, start + operand.shape[0], start)
 
 

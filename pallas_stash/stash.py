@@ -131,7 +131,8 @@ class Stash:
       lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
     zeros = jnp.zeros((num_shards,), jnp.int32)
-    stash = Stash(specs, buffers, zeros, (zeros, zeros, zeros), jnp.zeros((num_shards,)))
+    canary = jnp.zeros((num_shards,), jnp.float32)
+    stash = Stash(specs, buffers, zeros, (zeros, zeros, zeros), canary)
     return vary_over(stash, varying_axes(residuals))
 
   def push(

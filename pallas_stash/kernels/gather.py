@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from pallas_stash.kernels import tile_words
+from pallas_stash.kernels.int32 import div, rem
 from pallas_stash.kernels.tiling import choose_tiling
 
 CORES = 2  # Those of a megacore chip share the tiles; elsewhere one core takes both halves in turn.
@@ -181,8 +182,8 @@ def _kernel(
   row_of_tile = lambda tile: pl.multiple_of(tiles_row + tile * tile_rows, alignment)
 
   # The tiles of this core.
-  tiles = lax.div(window_last - tiles_row + tile_rows - 1, tile_rows)
-  share = lax.div(tiles + CORES - 1, CORES)
+  tiles = div(window_last - tiles_row + tile_rows - 1, tile_rows)
+  share = div(tiles + CORES - 1, CORES)
   first_tile = jnp.minimum(pl.program_id(0) * share, tiles)
   last_tile = jnp.minimum(first_tile + share, tiles)
   last_row = jnp.minimum(row_of_tile(last_tile), window_last)
@@ -195,7 +196,7 @@ def _kernel(
 
   def piece_at(position):
     run, row = position
-    tile = lax.div(row - tiles_row, tile_rows)
+    tile = div(row - tiles_row, tile_rows)
     tile_row = row_of_tile(tile)
     first = row - tile_row
     last = jnp.minimum(destinations[run] + sizes[run] - tile_row, tile_rows)
@@ -255,7 +256,7 @@ def _kernel(
   def store_blank_tiles(first, last):
     @pl.loop(first, last)
     def _(tile):
-      slot = lax.rem(tile, tiling.blank_stores)
+      slot = rem(tile, tiling.blank_stores)
       finish_store(blank, slot)
       row = row_of_tile(tile)
       start_store(blank, slot, row, jnp.minimum(tile_rows, window_last - row))
@@ -283,7 +284,7 @@ def _kernel(
 
   def write_piece(state):
     index, position, position_to_load, previous_tile = state
-    slot = lax.rem(index, tiling.landing_slots)
+    slot = rem(index, tiling.landing_slots)
     piece = piece_at(position)
     next_position = seek(position.run, piece.tile_row + piece.last)
     rows_owned = jnp.minimum(window_last - piece.tile_row, tile_rows)
@@ -301,7 +302,7 @@ def _kernel(
 
     @pl.when(jnp.logical_not(is_ready))
     def _():
-      tile_slot = lax.rem(piece.tile, tiling.assembly_slots)
+      tile_slot = rem(piece.tile, tiling.assembly_slots)
 
       @pl.when(piece.tile != previous_tile)
       def _():
@@ -316,7 +317,7 @@ def _kernel(
       def _():
         start_store(assembly, tile_slot, piece.tile_row, align_up(rows_owned))
 
-    free_slot = lax.rem(index + LOADS_AHEAD, tiling.landing_slots)
+    free_slot = rem(index + LOADS_AHEAD, tiling.landing_slots)
     finish_store(landing, free_slot)
     position_to_load = load_next(position_to_load, free_slot)
     return index + 1, next_position, position_to_load, piece.tile

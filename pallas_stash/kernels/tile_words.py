@@ -10,7 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_stash.kernels.int32 import div, rem
 from pallas_stash.kernels.tiling import LANES, SUBLANES
 
 CHUNK = 8 * LANES  # Columns worked on together: enough to hide latency, few enough for registers.
@@ -38,13 +40,13 @@ def _merge_columns(landed, tile, first, last, shift, block_rows):
   row_bits = 32 // word_rows
   shape = (SUBLANES, tile.width)
   sublane = lax.broadcasted_iota(jnp.int32, shape, 0)
-  words, rest = lax.div(shift, word_rows), lax.rem(shift, word_rows)
+  words, rest = div(shift, word_rows), rem(shift, word_rows)
   # Rows that are no whole words away straddle two words.
   moves = [words, words + 1] if word_rows > 1 else [words]
 
   def rotations(block):
     """Returns the block rotated upwards by each of the moves."""
-    down = [lax.rem(2 * SUBLANES - move, SUBLANES) for move in moves]
+    down = [rem(2 * SUBLANES - move, SUBLANES) for move in moves]
     return tuple(pltpu.roll(landed.load(block), shift, 0) for shift in down)
 
   def row_mask(block):
@@ -74,8 +76,8 @@ def _merge_columns(landed, tile, first, last, shift, block_rows):
 
   edge = functools.partial(copy_block, is_edge=True)
   interior = functools.partial(copy_block, is_edge=False)
-  first_block = lax.div(first, block_rows)
-  last_block = lax.div(last - 1, block_rows)
+  first_block = div(first, block_rows)
+  last_block = div(last - 1, block_rows)
   current = edge(first_block, rotations(first_block))
   current = lax.fori_loop(first_block + 1, last_block, interior, current)
   lax.fori_loop(jnp.maximum(first_block + 1, last_block), last_block + 1, edge, current)
@@ -86,7 +88,9 @@ def fill(tile, word, *, block_rows, interpreted):
   for columns in _chunks(tile):
     words = _Words(tile, columns, block_rows, interpreted)
     blank = jnp.full((SUBLANES, words.width), word, jnp.int32)
-    pl.loop(0, tile.shape[0] // block_rows)(lambda block, w=words, b=blank: w.store(block, b))
+    pl.loop(np.int32(0), np.int32(tile.shape[0] // block_rows))(
+      lambda block, w=words, b=blank: w.store(block, b)
+    )
 
 
 def _chunks(tile):

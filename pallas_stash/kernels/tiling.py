@@ -45,16 +45,19 @@ def row_alignment(itemsize: int) -> int:
 def choose_tiling(width: int, itemsize: int) -> Tiling:
   """Returns the tiling for rows of `width` elements of `itemsize` bytes; `width % 128 == 0`.
 
-  Tiles of up to 2 MiB make DMAs long enough to hide their latency and keep the buffers of a core
-  below 16 MiB. Rows of more than 32 KiB are split by columns.
+  Tiles are as large as 16 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
+  enough to hide their latency. Rows of more than 32 KiB are split by columns.
   """
   columns = min(width, 32 * 1024 // itemsize)
-  tile_rows = 2**21 // (columns * itemsize) // 32 * 32
   word_rows = 4 // itemsize
-  return Tiling(
+  tiling = Tiling(
     row_alignment=row_alignment(itemsize),
     word_rows=word_rows,
     block_rows=SUBLANES * word_rows,
-    tile_rows=min(max(tile_rows, 32), 512),
+    tile_rows=0,
     column_blocks=tuple((c, min(columns, width - c)) for c in range(0, width, columns)),
   )
+  tiles = tiling.landing_slots + tiling.assembly_slots + 1
+  tile_bytes = (2**24 - tiling.vmem_bytes(itemsize)) // tiles
+  tile_rows = tile_bytes // (columns * itemsize) // 32 * 32
+  return dataclasses.replace(tiling, tile_rows=min(tile_rows, 512))

@@ -9,11 +9,14 @@ does whenever it fuses operations on them.
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_stash.kernels.int32 import div
 from pallas_stash.ragged import CopyRuns
 
 LARGE_CHUNK_BYTES = 2**20
 SMALL_CHUNK_ROWS = 32
+COLUMN = np.int32(0)  # An int would be int64 under `jax_enable_x64`, and no row is.
 
 
 def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
@@ -61,38 +64,42 @@ def _copy_runs(source, destination, runs):
     from_row, to_row, size = runs.sources[run], runs.destinations[run], runs.sizes[run]
 
     def copy_chunk(rows, offset, destination):
-      chunk = lax.dynamic_slice(source, (from_row + offset, 0), (rows, columns))
-      return lax.dynamic_update_slice(destination, chunk, (to_row + offset, 0))
+      chunk = lax.dynamic_slice(source, (from_row + offset, COLUMN), (rows, columns))
+      return lax.dynamic_update_slice(destination, chunk, (to_row + offset, COLUMN))
 
-    large_chunks = lax.div(size, large)
+    large_chunks = div(size, large)
     copy_large = lambda i, destination: copy_chunk(large, i * large, destination)
-    destination = lax.fori_loop(0, large_chunks, copy_large, destination)
+    destination = _repeat(large_chunks, copy_large, destination)
 
     # The last small chunk ends with the run, so it may repeat rows of the one before it.
     rest = size - large_chunks * large
-    small_chunks = jnp.where(size >= small, lax.div(rest + small - 1, small), 0)
+    small_chunks = jnp.where(size >= small, div(rest + small - 1, small), 0)
     offset = lambda i: jnp.minimum(large_chunks * large + i * small, size - small)
     copy_small = lambda i, destination: copy_chunk(small, offset(i), destination)
-    destination = lax.fori_loop(0, small_chunks, copy_small, destination)
+    destination = _repeat(small_chunks, copy_small, destination)
 
     # A run that is smaller is merged into the rows around it.
     merge = lambda _, destination: _merge_rows(
       source, destination, from_row, to_row, size, small, columns
     )
     is_smaller = (size > 0) & (size < small)
-    return lax.fori_loop(0, is_smaller.astype(jnp.int32), merge, destination)
+    return _repeat(is_smaller.astype(jnp.int32), merge, destination)
 
-  return lax.fori_loop(0, runs.sizes.shape[0], copy_run, destination)
+  return _repeat(np.int32(runs.sizes.shape[0]), copy_run, destination)
+
+
+def _repeat(times, body, destination):
+  return lax.fori_loop(np.int32(0), times, body, destination)
 
 
 def _merge_rows(source, destination, from_row, to_row, size, rows, columns):
   """Copies `size <= rows` rows; reads and writes `rows` rows, wherever they fit both buffers."""
   load_row = jnp.minimum(from_row, source.shape[0] - rows)
   store_row = jnp.minimum(to_row, destination.shape[0] - rows)
-  loaded = lax.dynamic_slice(source, (load_row, 0), (rows, columns))
-  old = lax.dynamic_slice(destination, (store_row, 0), (rows, columns))
-  row = jnp.arange(rows) + store_row - to_row
+  loaded = lax.dynamic_slice(source, (load_row, COLUMN), (rows, columns))
+  old = lax.dynamic_slice(destination, (store_row, COLUMN), (rows, columns))
+  row = jnp.arange(rows, dtype=jnp.int32) + store_row - to_row
   is_copied = (row >= 0) & (row < size)
   new = jnp.take(loaded, jnp.clip(row + from_row - load_row, 0, rows - 1), axis=0)
   merged = jnp.where(is_copied[:, None], new, old)
-  return lax.dynamic_update_slice(destination, merged, (store_row, 0))
+  return lax.dynamic_update_slice(destination, merged, (store_row, COLUMN))
