@@ -64,10 +64,7 @@ def random_bits(rng, shape, dtype, implementation):
   """An array of random bits: every value, infinities, NaNs of every payload."""
   itemsize = jnp.dtype(dtype).itemsize
   array = rng.integers(0, 256, (*shape, itemsize), np.uint8).view(dtype)[..., 0]
-  # XLA on a CPU may rewrite which NaN it is in these dtypes; see `kernels.xla`.
-  if implementation == "xla" and dtype in ("bfloat16", "float8_e5m2"):
-    array[np.isnan(array)] = np.array(np.nan).astype(dtype)
-  return array
+  return _with_one_nan(array) if _rewrites_nans(array.dtype, implementation) else array
 
 
 def assert_same_bits(actual, expected, message=""):
@@ -75,6 +72,24 @@ def assert_same_bits(actual, expected, message=""):
   assert actual.dtype == expected.dtype
   bits = np.dtype(f"uint{8 * expected.dtype.itemsize}")
   np.testing.assert_array_equal(actual.view(bits), expected.view(bits), message, strict=True)
+
+
+def assert_same_rows(actual, expected, implementation, message=""):
+  """Fails unless arrays have the same bits, but for which NaN it is where XLA may choose."""
+  actual, expected = np.asarray(actual), np.asarray(expected)
+  if _rewrites_nans(expected.dtype, implementation):
+    actual, expected = _with_one_nan(actual), _with_one_nan(expected)
+  assert_same_bits(actual, expected, message)
+
+
+def _rewrites_nans(dtype, implementation):
+  # XLA on a CPU may rewrite which NaN it is in these dtypes; see `kernels.xla`.
+  return implementation == "xla" and dtype in (jnp.bfloat16, jnp.float8_e5m2)
+
+
+def _with_one_nan(array):
+  with np.errstate(invalid="ignore"):  # Some of the NaNs are signalling.
+    return np.where(np.isnan(array), np.array(np.nan).astype(array.dtype), array)
 
 
 def integers(seed, *shape):

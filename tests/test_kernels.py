@@ -21,7 +21,7 @@ from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
 from tests.support import (
   as_rows,
-  assert_same_bits,
+  assert_same_rows,
   DTYPES,
   GROUPS,
   IMPLEMENTATIONS,
@@ -100,6 +100,7 @@ def copy_runs(case, sizes, starts, start):
 def check(implementation, case, dtype, layout, start, seed=0, **options):
   """Compacts random bits from among NaN into random bits, then expands them from among NaN."""
   compact, expand = kernels_of(implementation, case, dtype, **options)
+  assert_same = functools.partial(assert_same_rows, implementation=implementation)
   to_stash, from_stash = copy_runs(case, *map(as_rows, (*layout, start)))
   ones = lambda length: np.ones((length, 1), np.int8)
   is_read = ragged_rows.expand(ones(case.stash_rows), start, case.total_rows, *layout)[:, 0] == 1
@@ -113,8 +114,8 @@ def check(implementation, case, dtype, layout, start, seed=0, **options):
     rows[~is_read] = nan_of(dtype)
   actual = np.asarray(compact(rows, stash, to_stash))
   expected = ragged_rows.compact(rows, stash[:, : case.width], start, *layout)
-  assert_same_bits(actual[:, : case.width], expected, f"compact {layout} {start}")
-  assert_same_bits(actual[~is_written], stash[~is_written], f"compact {layout} {start}")
+  assert_same(actual[:, : case.width], expected, message=f"compact {layout} {start}")
+  assert_same(actual[~is_written], stash[~is_written], message=f"compact {layout} {start}")
 
   stash[:, : case.width] = expected
   if seed % 2 == 0:
@@ -123,7 +124,9 @@ def check(implementation, case, dtype, layout, start, seed=0, **options):
   blank = np.asarray(blank if jnp.issubdtype(dtype, jnp.inexact) else seed - 1).astype(dtype)
   expected = ragged_rows.expand(stash[:, : case.width], start, case.total_rows, *layout)
   expected[~is_read] = blank
-  assert_same_bits(expand(stash, from_stash, blank), expected, f"expand {layout} {start} {blank}")
+  assert_same(
+    expand(stash, from_stash, blank), expected, message=f"expand {layout} {start} {blank}"
+  )
 
 
 def edge_cases(case):
