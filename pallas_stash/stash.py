@@ -20,7 +20,7 @@ from pallas_stash.kernels.tiling import LANES, row_alignment
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
 
-# An outer `jax.checkpoint` must save this name, or its backward pass replays the forward pass.
+# The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"
 
 
