@@ -111,34 +111,34 @@ def test_without_groups_errors_are_those_of_lax(name, args):
 
 
 @pytest.mark.parametrize(
-  "implementation, dtype, width",
-  [
-    (XLA, "float32", 128),
-    (XLA, "float16", 100),
-    (XLA, "bfloat16", 1),
-    (XLA, "int8", 257),
-    (MOSAIC, "float16", 100),
-  ],
+  "dtype, width", [("float32", 128), ("float16", 100), ("bfloat16", 1), ("int8", 257)]
 )
-def test_values(implementation, dtype, width):
-  @settings(max_examples=5 if implementation == "mosaic_interpret" else 40, deadline=None)
+def test_values(dtype, width):
+  @settings(max_examples=40, deadline=None)
   @given(layouts(TOTAL_ROWS), start_rows(OPERAND_ROWS))
   def run(layout, start):
     rng = np.random.default_rng(start + 100)
-    operand = random_bits(rng, (OPERAND_ROWS, width), dtype, implementation)
-    update = random_bits(rng, (TOTAL_ROWS, width), dtype, implementation)
+    operand = random_bits(rng, (OPERAND_ROWS, width), dtype, XLA)
+    update = random_bits(rng, (TOTAL_ROWS, width), dtype, XLA)
     groups = (np.int32(start), *map(as_rows, layout))
     row = start if start >= 0 else start + OPERAND_ROWS  # As in lax.
-    actual = update_rows(operand, update, *groups, implementation)
+    actual = update_rows(operand, update, *groups)
     assert_same_bits(actual, ragged_rows.compact(update, operand, row, *layout))
-    actual = slice_rows(operand, *groups, TOTAL_ROWS, implementation)
+    actual = slice_rows(operand, *groups, TOTAL_ROWS)
     assert_same_bits(actual, ragged_rows.expand(operand, row, TOTAL_ROWS, *layout))
 
   run()
 
 
-@pytest.mark.parametrize("start", [5, np.int8(5 - OPERAND_ROWS), np.uint32(5), jnp.int32(5)])
-@pytest.mark.parametrize("sizes", [[2, 1], np.array([2, 1], np.uint8), jnp.array([2, 1])])
+@pytest.mark.parametrize(
+  "start, sizes",
+  [
+    (5, [2, 1]),
+    (np.int8(5 - OPERAND_ROWS), np.array([2, 1], np.uint8)),
+    (np.uint32(5), np.array([2, 1])),
+    (jnp.int32(5), jnp.array([2, 1])),
+  ],
+)
 def test_untraced_arguments(start, sizes):
   operand, update = integers(0, OPERAND_ROWS, 3), integers(1, 8, 3)
   groups = {"group_sizes": sizes, "group_starts": [4, 0]}
@@ -159,7 +159,7 @@ def test_64_bit_rows_do_not_wrap_around(start):
     assert_same_bits(slice_rows(operand, *groups, TOTAL_ROWS), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2", "int32"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2", "int32"])
 @pytest.mark.parametrize(
   "sizes, starts",
   [([3, -1], None), ([20, 15], None), ([3, 3], [0, 2]), ([3, 1], [32, 0]), ([1, 1], [-1, 5])],
