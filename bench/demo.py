@@ -209,7 +209,8 @@ def stashing_loss(capacity_rows, params, tokens):
     ps.RaggedRows(group_sizes, WORST_CASE_ROWS),
     array((BATCH * SEQ, CONFIG.width), CONFIG.dtype),
     array((WORST_CASE_ROWS,), jnp.int32),
-    array((WORST_CASE_ROWS,), jnp.float32),
+    array((BATCH * SEQ, CONFIG.top_k), jnp.int32),
+    array((BATCH * SEQ, CONFIG.top_k), jnp.float32),
     group_sizes,
     jax.tree.map(
       lambda stacked: array((local_experts, *stacked.shape[2:]), stacked.dtype),

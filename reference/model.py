@@ -35,6 +35,7 @@ class Config:
     layers: decoder layers.
     num_heads: attention heads; 0 for layers without attention.
     expert_axis: the mesh axis that the experts are spread over.
+    fsdp_axis: a mesh axis that each expert's weights are sharded over between uses; None for none.
     dtype: of parameters and activations. Norms and router compute in float32.
     grouped_matmul: as for `moe.expert_ffn`, returning the dtype of its `lhs`.
   """
@@ -47,6 +48,7 @@ class Config:
   layers: int
   num_heads: int = 0
   expert_axis: str = "expert"
+  fsdp_axis: str | None = None
   dtype: Any = jnp.float32
   grouped_matmul: Callable[..., jax.Array] = lax.ragged_dot
 
@@ -98,7 +100,8 @@ def init(config, key):
 
 def param_specs(config):
   """How the model's parameters are sharded, as a pytree prefix of `PartitionSpec`s."""
-  replicated, sharded = PartitionSpec(), PartitionSpec(None, config.expert_axis)
+  replicated = PartitionSpec()
+  sharded = PartitionSpec(None, config.expert_axis, config.fsdp_axis)
   layer_specs = {"moe_norm": replicated, "moe": {"router": replicated, "experts": sharded}}
   if config.num_heads:
     layer_specs |= {"attention_norm": replicated, "attention": replicated}

@@ -2,14 +2,17 @@
 
 Each of the `ep` devices of the expert axis holds `num_experts // ep` experts. It gathers the tokens
 of all devices, sorts those that chose its experts into a worst-case buffer, applies the experts,
-and scatters the weighted sums back. No token is dropped.
+and sends the weighted sums back. No token is dropped.
 
-The layer's parameters are a pytree. Each device holds its own experts:
+The layer's parameters are a pytree. Each device holds its own experts; with `config.fsdp_axis`
+between uses only a part of each, of the axis behind the experts':
 
   router: [width, num_experts]
   experts: {"wi_0": [local_experts, width, hidden], "wi_1": [local_experts, width, hidden],
             "wo": [local_experts, hidden, width]}
 """
+
+import functools
 
 import jax
 from jax import lax
@@ -20,10 +23,11 @@ from jax.sharding import PartitionSpec
 
 def param_specs(config):
   """How the layer's parameters are sharded, as a pytree prefix of `PartitionSpec`s."""
-  return {"router": PartitionSpec(), "experts": PartitionSpec(config.expert_axis)}
+  experts = PartitionSpec(config.expert_axis, config.fsdp_axis)
+  return {"router": PartitionSpec(), "experts": experts}
 
 
-def expert_ffn(tokens, row_tokens, row_weights, group_sizes, experts, *, grouped_matmul):
+def expert_ffn(tokens, row_tokens, choice_rows, weights, group_sizes, experts, *, grouped_matmul):
   """The experts of one device, applied to the rows routed to them.
 
   Rows from `sum(group_sizes)` on are padding. What padding holds, in the arguments, in what
@@ -34,7 +38,9 @@ def expert_ffn(tokens, row_tokens, row_weights, group_sizes, experts, *, grouped
   Args:
     tokens: [num_tokens, width].
     row_tokens: int32[total_rows], the token of each row, the rows in the order of their experts.
-    row_weights: float32[total_rows], the weight of each row in the sum for its token.
+    choice_rows: int32[num_tokens, top_k], the row of each choice; in the padding or behind it for
+      choices of other devices' experts.
+    weights: float32[num_tokens, top_k], the weight of each choice in the sum for its token.
     group_sizes: int32[local_experts], the rows of each expert.
     experts: the experts' parameters.
     grouped_matmul: `(lhs [total_rows, k], rhs [local_experts, k, n], group_sizes) -> [total_rows,
@@ -53,8 +59,8 @@ def expert_ffn(tokens, row_tokens, row_weights, group_sizes, experts, *, grouped
 
   rows = mask(tokens[row_tokens])
   out = project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
-  weighted = out * mask(row_weights[:, None])
-  return jnp.zeros_like(tokens, weighted.dtype).at[row_tokens].add(weighted).astype(tokens.dtype)
+  chosen = out.at[choice_rows].get(mode="fill", fill_value=0)
+  return jnp.sum(chosen * weights[:, :, None], axis=1).astype(tokens.dtype)
 
 
 def route(x, router, config):
@@ -74,33 +80,34 @@ def route(x, router, config):
   return expert_ids, weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
-def sort_rows(expert_ids, weights, first_expert, local_experts):
+def sort_rows(expert_ids, first_expert, local_experts):
   """Sorts what the tokens chose by the experts of one device.
 
-  Choices of other devices' experts come last: they fill the padding, with real tokens and weights.
+  Choices of other devices' experts come last: they fill the padding, with real tokens.
 
   Args:
     expert_ids: int32[tokens, top_k], distinct for each token.
-    weights: [tokens, top_k].
     first_expert: int32 scalar, the first expert of the device.
     local_experts: a Python integer, how many experts the device holds from there on.
 
   Returns:
     row_tokens: int32[total_rows], where `total_rows` is `tokens * min(top_k, local_experts)`.
-    row_weights: [total_rows].
+    choice_rows: int32[tokens, top_k], the row of each choice, past `total_rows` for some of other
+      devices' experts.
     group_sizes: int32[local_experts].
   """
   num_tokens, top_k = expert_ids.shape
   total_rows = num_tokens * min(top_k, local_experts)
   group = (expert_ids - first_expert).reshape(-1)
   group = jnp.where((0 <= group) & (group < local_experts), group, local_experts)
-  order = jnp.argsort(group, stable=True)[:total_rows]
+  order = jnp.argsort(group, stable=True)
+  choice_rows = jnp.argsort(order).reshape(num_tokens, top_k)
   group_sizes = jnp.sum(group[:, None] == jnp.arange(local_experts), axis=0, dtype=jnp.int32)
-  return order // top_k, weights.reshape(-1)[order], group_sizes
+  return order[:total_rows] // top_k, choice_rows, group_sizes
 
 
 def moe_block(x, layer_params, state, *, config, ffn=None):
-  """The layer on one device. Call it inside a `shard_map` over `config.expert_axis`, of any size.
+  """The layer on one device. Call it inside a `shard_map` over the axes that `config` names.
 
   Args:
     x: [..., width], this device's tokens.
@@ -120,8 +127,12 @@ def moe_block(x, layer_params, state, *, config, ffn=None):
   tokens = x.reshape(-1, x.shape[-1])
   gathered = lax.all_gather(tokens, config.expert_axis, tiled=True)
   expert_ids, weights = route(gathered, layer_params["router"], config)
-  *rows, group_sizes = sort_rows(expert_ids, weights, first_expert, local_experts)
-  args = (gathered, *rows, group_sizes, layer_params["experts"])
+  row_tokens, choice_rows, group_sizes = sort_rows(expert_ids, first_expert, local_experts)
+  experts = layer_params["experts"]
+  if config.fsdp_axis is not None:
+    gather = functools.partial(lax.all_gather, axis_name=config.fsdp_axis, axis=1, tiled=True)
+    experts = jax.tree.map(gather, experts)
+  args = (gathered, row_tokens, choice_rows, weights, group_sizes, experts)
   if ffn is None:
     out = expert_ffn(*args, grouped_matmul=config.grouped_matmul)
   else:

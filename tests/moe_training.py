@@ -60,7 +60,8 @@ def residuals_of(config, devices, residuals):
     ps.RaggedRows(sizes, rows),
     shape(tokens, config.width, dtype=config.dtype),
     shape(rows, dtype=jnp.int32),
-    shape(rows),
+    shape(tokens, config.top_k, dtype=jnp.int32),
+    shape(tokens, config.top_k),
     sizes,
     experts,
   )

@@ -108,14 +108,14 @@ def test_route():
 
 def test_sort_rows():
   expert_ids = jnp.array([[0, 3], [2, 1], [3, 2]], jnp.int32)
-  weights = jnp.array([[0.0, 0.1], [1.0, 1.1], [2.0, 2.1]])
-  rows, row_weights, group_sizes = moe.sort_rows(expert_ids, weights, 2, 2)
+  rows, choice_rows, group_sizes = moe.sort_rows(expert_ids, 2, 2)
   np.testing.assert_array_equal(group_sizes, [2, 2])
   np.testing.assert_array_equal(rows, [1, 2, 0, 2, 0, 1])
-  np.testing.assert_array_equal(row_weights, jnp.array([1.0, 2.1, 0.1, 2.0, 0.0, 1.1]))
-  rows, _, group_sizes = moe.sort_rows(expert_ids, weights, 3, 1)  # fewer experts than choices
+  np.testing.assert_array_equal(choice_rows, [[4, 2], [0, 5], [3, 1]])
+  rows, choice_rows, group_sizes = moe.sort_rows(expert_ids, 3, 1)  # fewer experts than choices
   np.testing.assert_array_equal(group_sizes, [2])
   np.testing.assert_array_equal(rows, [0, 2, 0])
+  np.testing.assert_array_equal(choice_rows, [[2, 0], [3, 4], [1, 5]])
 
 
 def dense_block(x, layer_params, state, *, config, ffn=None):
@@ -161,20 +161,29 @@ def sharded_block(mesh, check_vma, x, layer_params, state, *, config, ffn):
 
 
 @pytest.mark.parametrize("num_experts, top_k", [(8, 3), (4, 3)])
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_moe_block_is_the_dense_sum(devices, num_experts, top_k):
+@pytest.mark.parametrize(
+  "mesh_shape, fsdp_axis",
+  [((1, 1), None), ((1, 2), None), ((1, 4), None), ((2, 2), "data"), ((4, 1), "data")],
+)
+def test_moe_block_is_the_dense_sum(mesh_shape, fsdp_axis, num_experts, top_k):
   config = model.Config(
-    vocab=1, width=32, hidden=16, num_experts=num_experts, top_k=top_k, layers=1
+    vocab=1,
+    width=32,
+    hidden=16,
+    num_experts=num_experts,
+    top_k=top_k,
+    layers=1,
+    fsdp_axis=fsdp_axis,
   )
   params = jax.tree.map(lambda stacked: stacked[0], params_of(config)["layers"]["moe"])
   x, cotangent = jax.random.normal(jax.random.key(1), (2, 4, 8, 32))
 
   def run(block, x, params, state):
     y, state, group_sizes = block(x, params, state, config=config, ffn=None)
-    return jnp.vdot(y, cotangent), (y, state, group_sizes)
+    return jnp.vdot(y, cotangent), (y, state, group_sizes.reshape(-1, num_experts).sum(0))
 
   gradient = jax.value_and_grad(run, argnums=(1, 2), has_aux=True)
-  block = functools.partial(sharded_block, mesh_of(1, devices), True)
+  block = functools.partial(sharded_block, mesh_of(*mesh_shape), True)
   (_, actual), actual_gradient = jax.jit(functools.partial(gradient, block))(x, params, None)
   (_, expected), expected_gradient = jax.jit(functools.partial(gradient, dense_block))(
     x, params, None
@@ -218,26 +227,26 @@ def test_padding_is_never_read(dtype):
   )
   experts = {"wi_0": wi_0, "wi_1": wi_1, "wo": wo}
   row_tokens = rng.integers(0, 9, total_rows)
-  row_weights = rng.random(total_rows, np.float32)
+  choice_rows = rng.integers(0, 30, (10, 3))
+  weights = rng.random((10, 3), np.float32)
 
-  def run(grouped_matmul, group_sizes, tokens, row_tokens, row_weights):
-    def ffn(tokens, row_weights, experts):
-      args = (tokens, row_tokens, row_weights, group_sizes, experts)
+  def run(grouped_matmul, group_sizes, tokens, row_tokens):
+    def ffn(tokens, weights, experts):
+      args = (tokens, row_tokens, choice_rows, weights, group_sizes, experts)
       return moe.expert_ffn(*args, grouped_matmul=grouped_matmul)
 
-    out, vjp = jax.vjp(ffn, tokens, row_weights, experts)
+    out, vjp = jax.vjp(ffn, tokens, weights, experts)
     return out, vjp(jnp.cos(jnp.arange(320.0)).reshape(10, 32).astype(dtype))
 
   run = jax.jit(run, static_argnums=0)
   for group_sizes in np.array([[5, 0, 3], [0, 0, 0], [16, 8, 0]], np.int32):
     padding = np.arange(total_rows) >= group_sizes.sum()
-    clean = run(lax.ragged_dot, group_sizes, tokens, row_tokens, row_weights)
+    clean = run(lax.ragged_dot, group_sizes, tokens, row_tokens)
     poisoned = run(
       poisoned_matmul,
       group_sizes,
       tokens.at[9].set(jnp.nan),  # a token that only padding refers to
       jnp.where(padding, 9, row_tokens),
-      jnp.where(padding, jnp.nan, row_weights),
     )
     assert_trees(np.testing.assert_array_equal, poisoned, clean)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(clean))

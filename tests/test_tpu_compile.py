@@ -209,9 +209,10 @@ def stashing(config, seq):
 
   def make_stash(experts, num_shards):
     tokens = struct((num_tokens, config.width), config.dtype)
-    rows = [struct((total_rows,), dtype) for dtype in (jnp.int32, jnp.float32)]
+    rows = struct((total_rows,), jnp.int32)
+    choices = [struct((num_tokens, config.top_k), dtype) for dtype in (jnp.int32, jnp.float32)]
     sizes = struct((local_experts,), jnp.int32)
-    specs = residuals(ps.RaggedRows(sizes, total_rows), tokens, *rows, sizes, experts)
+    specs = residuals(ps.RaggedRows(sizes, total_rows), tokens, rows, *choices, sizes, experts)
     return ps.Stash.empty(CAPACITY, specs, num_shards)
 
   policy = SAVE(ps.SLOT_NAME)
