@@ -1,12 +1,16 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
+# `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test test-long lint clean
+.PHONY: demo fit test test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
+
+fit: $(VENV)/ready
+	$(RUN) -m bench.fit $(FLAGS)
 
 test: $(VENV)/ready lint
 	$(RUN) -m pytest -m "not long" -n 2 --dist worksteal

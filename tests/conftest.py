@@ -6,19 +6,15 @@ On a TPU host nothing is set and the same tests run the compiled kernels.
 import glob
 import os
 
+from bench.tpu_environment import ENVIRONMENT
+
 ON_TPU = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
 
 if not ON_TPU:
   # Before jax is imported: eight devices, and a TPU compiler that looks for no TPU.
   flags = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
-  os.environ.update(
-    JAX_PLATFORMS="cpu",
-    TPU_SKIP_MDS_QUERY="1",
-    ALLOW_MULTIPLE_LIBTPU_LOAD="1",
-    TPU_WORKER_HOSTNAMES="localhost",
-    TPU_ACCELERATOR_TYPE="v5p-8",
-  )
+  os.environ.update(ENVIRONMENT)
 
 import pytest  # noqa: E402
 

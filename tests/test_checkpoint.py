@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from bench import aot
 import pallas_stash as ps
-from tests import aot
 from tests.checks import assert_trees_equal, is_any_nan, needs_devices
 from tests.support import IMPLEMENTATIONS
 

@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import pytest
 
+from bench import aot
 import pallas_stash as ps
 from pallas_stash import kernels
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import model, moe
-from tests import aot
 from tests.moe_training import SAVE, saving_ffn, stashing_ffn
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")

@@ -1,0 +1,237 @@
+"""Does the model fit? One gradient step at real size, compiled for a TPU topology, each way.
+
+Compiles the gradient step of a model's MoE layers (`bench/fit_step.py`) once for each way of
+keeping residuals,
+
+  remat: nothing is kept, everything is recomputed;
+  save: worst-case residuals in HBM;
+  offload: worst-case residuals in pinned host memory;
+  draft: fixed chunks of 1.5 times the expected rows (`bench/fixed_chunks.py`);
+  stash: a stash of the routed rows,
+
+and for each choice of residuals. What does not fit is compiled once more at a depth where it does.
+Prints a table, and writes fit.json, fit.png (peak HBM) and fit_imbalance.png (how much room a stash
+needs where routing is imbalanced). Every figure is the compiler's. No TPU is needed. Fails if a
+promise of the README is broken. Run it from the repository root: `python -m bench.fit`.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+from absl import app, flags
+
+from bench import aot, fit_plot, fit_step, imbalance
+from bench.model_sizes import ModelSize, PRESETS
+from bench.tpu_environment import ENVIRONMENT
+
+MODEL = flags.DEFINE_enum("model", "deepseek-v3", PRESETS, "Whose published sizes to take.")
+TOPOLOGY = flags.DEFINE_string("topology", "v5p:8x8x4", "As libtpu names it.")
+WAYS = flags.DEFINE_list("ways", ["save", "offload", "draft", "stash"], "Beside remat.")
+RESIDUALS = flags.DEFINE_multi_string(
+  "residuals",
+  ["mlpwo", "mlpwi_0+mlpwi_1", "mlpwi_0+mlpwi_1+mlpwo"],
+  "What to keep: names joined by +. Give the flag once for each choice.",
+)
+IMBALANCE = flags.DEFINE_float(
+  "imbalance", 1.0, "Rows of the busiest device to the mean: what the stash has room for.", 1.0
+)
+OUTPUT = flags.DEFINE_string("output", "build", "The folder to write to.")
+SIZES = {
+  field.name: flags.DEFINE_integer(field.name, None, f"Instead of the model's {field.name}.", 1)
+  for field in dataclasses.fields(ModelSize)
+}
+
+KEYS = (
+  *("model", "topology", "layers", "residuals", "way", "fits", "peak_bytes", "host_bytes"),
+  *("needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),
+)
+NONE = "none"  # the residuals of remat
+START = time.monotonic()
+
+
+def main(args):
+  del args
+  changed = {name: flag.value for name, flag in SIZES.items() if flag.value is not None}
+  size = dataclasses.replace(PRESETS[MODEL.value], **changed)
+  rows = measure(size)
+
+  output = pathlib.Path(OUTPUT.value)
+  output.mkdir(parents=True, exist_ok=True)
+  table = [{key: row[key] for key in KEYS} for row in rows]
+  (output / "fit.json").write_text(json.dumps(table, indent=2) + "\n")
+  title = f"{MODEL.value}, {size.layers} MoE layers, {TOPOLOGY.value}"
+  figure = fit_plot.plot(rows, size.layers, aot.hbm_bytes(TOPOLOGY.value), title)
+  figure.savefig(output / "fit.png", dpi=150)
+  curves = imbalance.simulate(size)
+  imbalance.plot(curves, title).savefig(output / "fit_imbalance.png", dpi=150)
+  print_lines(table_of(rows))
+  print("Layers recomputed, by the capacity as a multiple of the rows of perfect balance:")
+  print_lines(imbalance.table(curves))
+  log(f"wrote fit.json, fit.png and fit_imbalance.png to {output}")
+  failures = broken_promises(rows)
+  if failures:
+    sys.exit("\n".join(["FAILED:", *failures]))
+  log("all promises hold")
+
+
+def log(message):
+  print(f"[{time.monotonic() - START:6.1f} s] {message}", file=sys.stderr, flush=True)
+
+
+def step_of(size, way, residuals):
+  names = () if residuals == NONE else tuple(residuals.split("+"))
+  return fit_step.Step(size, TOPOLOGY.value, way, names, IMBALANCE.value)
+
+
+def measure(size):
+  """Compiles every way of keeping every choice of residuals; returns a row for each.
+
+  What does not fit is followed by the same at a depth where it does, beside what it is compared
+  with there.
+  """
+  rows = [compile_row(step_of(size, "remat", NONE))]
+  floor = rows[0]["peak_bytes"]
+  for residuals in RESIDUALS.value:
+    steps = {way: step_of(size, way, residuals) for way in WAYS.value}
+    found = {way: compile_row(step) for way, step in steps.items()}
+    rows += found.values()
+    refused = [way for way in found if found[way]["fits"] is False]
+    if floor and "save" in refused:
+      fewer = shallower(size, floor, steps["save"].worst_case_bytes)
+      ways = [way for way in WAYS.value if way == "stash" or way in refused]
+      rows += [compile_row(step_of(fewer, way, residuals)) for way in ways]
+    if floor and "stash" in refused:
+      fewer = shallower(size, floor, steps["stash"].stash_bytes)
+      rows.append(compile_row(step_of(fewer, "remat", NONE)))
+      rows.append(compile_row(step_of(fewer, "stash", residuals)))
+  return rows
+
+
+def shallower(size, floor, residual_bytes):
+  """The size at a depth where residuals fit that take `residual_bytes` at full depth.
+
+  Args:
+    size: a `ModelSize`.
+    floor: bytes of HBM that the model takes without any, at full depth.
+    residual_bytes: of all layers.
+  """
+  spare = 0.95 * aot.hbm_bytes(TOPOLOGY.value) - floor  # some working memory is the way's own
+  layers = int(spare * size.layers / residual_bytes)
+  return dataclasses.replace(size, layers=min(max(layers, 1), size.layers))
+
+
+def compile_row(step):
+  """Compiles a step in a process of its own; returns its row of the table."""
+  residuals = "+".join(step.residuals) or NONE
+  row = dict.fromkeys(KEYS) | dict(
+    model=MODEL.value,
+    topology=step.topology,
+    layers=step.size.layers,
+    residuals=residuals,
+    way=step.way,
+  )
+  name = f"{step.way} {residuals}, {step.size.layers} layers"
+  log(f"compiling {name}")
+  command = [sys.executable, "-m", "bench.fit_step", json.dumps(dataclasses.asdict(step))]
+  environment = os.environ | ENVIRONMENT
+  process = subprocess.run(command, capture_output=True, text=True, env=environment)
+  if process.returncode:  # libtpu may abort: that costs this row, not the table
+    log(f"{name}: the compiler FAILED with {process.returncode}\n{process.stderr[-2000:]}")
+    return row
+  row |= json.loads(process.stdout.splitlines()[-1])
+  needed = gigabytes(row["needed_bytes"])
+  verdict = f"fits, peak {gigabytes(row['peak_bytes'])} GB" if row["fits"] else f"needs {needed} GB"
+  log(f"{name}: {verdict}")
+  return row
+
+
+def gigabytes(number):
+  return "-" if number is None else f"{number / 1e9:.1f}"
+
+
+def flops_of_save(rows, row):
+  """FLOPs relative to `save` of the same residuals, a layer; None where not known.
+
+  All layers are alike, and nothing but layers takes FLOPs to speak of, so depths may differ.
+  """
+  of_layer = lambda row: row["flops"] / row["layers"]
+  same = [
+    r for r in rows if r["way"] == "save" and r["flops"] and r["residuals"] == row["residuals"]
+  ]
+  if row["way"] == "remat":  # of whatever residuals: saving them takes the fewest
+    same = [r for r in rows if r["way"] == "save" and r["flops"]]
+  if not same or not row["flops"]:
+    return None
+  return of_layer(row) / min(map(of_layer, same))
+
+
+def table_of(rows):
+  """A line for each row."""
+  lines = [
+    ("residuals", "way", "layers", "fits", "HBM", "host", "needs", "FLOPs", "copies of", *2 * [""]),
+    ("", "", "", "", *3 * ["GB"], "of save", "the stash", "trace s", "compile s"),
+  ]
+  for row in rows:
+    relative = flops_of_save(rows, row)
+    lines.append(
+      (
+        row["residuals"],
+        row["way"],
+        str(row["layers"]),
+        {True: "yes", False: "NO", None: "?"}[row["fits"]],
+        *(gigabytes(row[key]) for key in ("peak_bytes", "host_bytes", "needed_bytes")),
+        "-" if relative is None else f"{relative:.3f}",
+        "-" if row["stash_copies"] is None else str(row["stash_copies"]),
+        *(
+          "-" if row[key] is None else f"{row[key]:.1f}"
+          for key in ("trace_seconds", "compile_seconds")
+        ),
+      )
+    )
+  return lines
+
+
+def print_lines(lines):
+  """Prints a table, its first two columns left-aligned."""
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  print()
+  for line in lines:
+    cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(line)]
+    print("  ".join(cells).rstrip())
+  print()
+
+
+def broken_promises(rows):
+  """Returns how the rows break what the README promises of a stash; nothing if they do not."""
+  broken = [
+    f"{row['way']} {row['residuals']}, {row['layers']} layers: no answer from the compiler"
+    for row in rows
+    if row["fits"] is None
+  ]
+  fitting = {(row["way"], row["residuals"], row["layers"]): row for row in rows if row["fits"]}
+  for (way, residuals, layers), row in fitting.items():
+    name = f"{way} {residuals}, {layers} layers"
+    if row["stash_copies"]:
+      broken.append(f"{name}: the program copies the stash {row['stash_copies']} times")
+    if way != "stash":
+      continue
+    if remat := fitting.get(("remat", NONE, layers)):
+      extra = row["peak_bytes"] - remat["peak_bytes"]
+      if extra > 1.02 * row["stash_bytes"]:
+        broken.append(f"{name}: {extra:,} bytes more than remat for {row['stash_bytes']:,} stashed")
+    if save := fitting.get(("save", residuals, layers)):
+      if None in (row["flops"], save["flops"]) or row["flops"] > save["flops"]:
+        broken.append(f"{name}: {row['flops']} FLOPs, {save['flops']} of save")
+      seconds, of_save = (r["trace_seconds"] + r["compile_seconds"] for r in (row, save))
+      if seconds > 1.25 * of_save:
+        broken.append(f"{name}: {seconds:.1f} s to trace and compile, {of_save:.1f} s of save")
+  return broken
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,236 @@
+"""One gradient step of a model's MoE layers, as the TPU compiler sees it.
+
+Ring of experts in one `shard_map`: each ring of devices along "expert" shares the experts, and the
+rest of the devices, along "fsdp", share each expert's weights, which a layer gathers when it runs.
+`lax.scan` over layers under `jax.checkpoint`, which saves the input of each layer; megablox `gmm`;
+bfloat16. No attention, no optimiser, and a vocabulary of 256: nothing here takes memory beside the
+MoE layers.
+
+As a program it compiles one step and prints what the compiler says, a line of JSON; `bench.fit`
+runs it once for each row of its table, because libtpu may abort the process.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import sys
+import time
+
+import jax
+from jax import lax
+from jax.experimental import topologies
+from jax.experimental.pallas.ops.tpu.megablox import gmm
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from bench import aot, fixed_chunks
+from bench.model_sizes import ModelSize
+import pallas_stash as ps
+from reference import model, moe
+
+WAYS = ("remat", "save", "offload", "draft", "stash")
+DRAFT_MARGIN = 1.5
+AXES = ("fsdp", "expert")
+
+struct = jax.ShapeDtypeStruct
+policies = jax.checkpoint_policies
+save_only = policies.save_only_these_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """What to compile.
+
+  Attributes:
+    size: a `ModelSize`.
+    topology: as libtpu names it, such as "v5p:8x8x4".
+    way: how residuals are kept, one of `WAYS`.
+    residuals: names of the residuals that are kept; none for "remat".
+    imbalance: rows that the stash has room for, as a multiple of the rows of perfect balance.
+    tiling: of megablox.
+  """
+
+  size: ModelSize
+  topology: str
+  way: str
+  residuals: tuple[str, ...]
+  imbalance: float = 1.0
+  tiling: tuple[int, int, int] = (512, 1024, 1024)
+
+  @property
+  def config(self):
+    size = self.size
+    return model.Config(
+      vocab=256,
+      width=size.width,
+      hidden=size.hidden,
+      num_experts=size.num_experts,
+      top_k=size.top_k,
+      layers=size.layers,
+      fsdp_axis="fsdp",
+      dtype=jnp.bfloat16,
+      grouped_matmul=lambda lhs, rhs, sizes: gmm(lhs, rhs, sizes, lhs.dtype, self.tiling),
+    )
+
+  @property
+  def routing(self):
+    """The arguments of the functions of `pallas_stash.sizing`."""
+    size = self.size
+    return size.batch, size.seq, size.top_k, size.expert_axis, size.num_experts
+
+  @property
+  def capacity_rows(self):
+    return ps.sizing.capacity_rows(*self.routing, layers=self.size.layers, margin=self.imbalance)
+
+  @property
+  def row_structs(self):
+    """A row of each residual."""
+    width = lambda name: self.size.width if name == "mlpwo" else self.size.hidden
+    return [struct((width(name),), jnp.bfloat16) for name in self.residuals]
+
+  @property
+  def stash_bytes(self):
+    """Bytes of a stash for all layers."""
+    return ps.sizing.residual_bytes(self.capacity_rows, self.row_structs)
+
+  @property
+  def worst_case_bytes(self):
+    """Bytes of the residuals of all layers at worst-case size."""
+    rows = self.size.layers * ps.sizing.worst_case_rows(*self.routing)
+    return ps.sizing.residual_bytes(rows, self.row_structs)
+
+
+def _way(step):
+  """Returns the buffers of the stash, and what makes `model.loss` keep residuals this way."""
+  names = step.residuals
+  expert_ffn = functools.partial(moe.expert_ffn, grouped_matmul=step.config.grouped_matmul)
+  if step.way == "remat":
+    return [], {"policy": None}
+  if step.way == "save":
+    return [], {"policy": save_only(*names)}
+  if step.way == "offload":
+    policy = policies.save_and_offload_only_these_names(
+      names_which_can_be_saved=[],
+      names_which_can_be_offloaded=list(names),
+      offload_src="device",
+      offload_dst="pinned_host",
+    )
+    return [], {"policy": policy}
+  if step.way == "stash":
+    f = ps.checkpoint(expert_ffn, policy=save_only(*names))
+
+    def ffn(stash, group_sizes, tokens, row_tokens, *args):
+      ragged = ps.RaggedRows(group_sizes, row_tokens.shape[0])
+      return f(stash, ragged, tokens, row_tokens, *args)
+
+    make = functools.partial(ps.Stash.empty, step.capacity_rows, step.row_structs)
+    slot_name, seal = ps.SLOT_NAME, ps.seal
+  elif step.way == "draft":
+    chunk_rows = ps.sizing.capacity_rows(*step.routing, layers=1, margin=DRAFT_MARGIN)
+    chunk_rows = min(chunk_rows, ps.sizing.worst_case_rows(*step.routing))
+    f = fixed_chunks.checkpoint(expert_ffn, save_only(*names), chunk_rows)
+
+    def ffn(chunks, group_sizes, tokens, row_tokens, *args):
+      return f(chunks, (jnp.sum(group_sizes), row_tokens), tokens, row_tokens, *args)
+
+    make = functools.partial(fixed_chunks.empty, step.capacity_rows, chunk_rows, step.row_structs)
+    slot_name, seal = fixed_chunks.SLOT_NAME, fixed_chunks.seal
+  else:
+    raise ValueError(f"{step.way=} must be one of {WAYS}")
+  buffers = jax.eval_shape(make).buffers
+  return buffers, {"policy": save_only(slot_name), "ffn": ffn, "make": make, "finish": seal}
+
+
+def build(step):
+  """Returns the gradient of the loss, shapes of its arguments, and the stash's buffers."""
+  devices = topologies.get_topology_desc(topology_name=step.topology, platform="tpu").devices
+  if len(devices) % step.size.expert_axis:
+    raise ValueError(f"{len(devices)=} must be a multiple of {step.size.expert_axis=}")
+  grid = np.array(devices).reshape(-1, step.size.expert_axis)
+  mesh, config = jax.sharding.Mesh(grid, AXES), step.config
+  buffers, options = _way(step)
+  make = options.pop("make", lambda: None)
+
+  def device_loss(params, tokens):
+    loss, _ = model.loss(params, tokens, config=config, state=make(), **options)
+    return lax.pmean(loss, AXES)
+
+  specs = model.param_specs(config)
+  loss = jax.shard_map(
+    device_loss, mesh=mesh, in_specs=(specs, P(AXES)), out_specs=P(), check_vma=False
+  )
+  params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
+  tokens = struct((len(devices) * step.size.batch, step.size.seq + 1), jnp.int32)
+  args = (aot.place(params, mesh, specs), aot.place(tokens, mesh, P(AXES)))
+  return jax.value_and_grad(loss), args, buffers
+
+
+def compile_step(step):
+  """Compiles a step; returns what the compiler says of it.
+
+  Returns:
+    A dict, all of one device, None where not known:
+      fits: whether the compiler takes it.
+      weight_bytes: of the weights and their gradients.
+      stash_bytes: of the rows that there is room for; those of perfect balance, unless asked.
+      peak_bytes: of HBM, those included. When offloading, the compiler's peak is not of HBM alone.
+      host_bytes: of host memory.
+      needed_bytes: of HBM, or else of host memory, if it does not fit.
+      stash_copies: instructions that make another array of the shape of a stash buffer.
+      flops: of matmuls, where no layer is recomputed for want of room.
+      trace_seconds, compile_seconds.
+  """
+  start = time.perf_counter()
+  fun, args, buffers = build(step)
+  lowered = jax.jit(fun).lower(*args)
+  traced = time.perf_counter()
+  # The arguments, and gradients like all of them but the tokens.
+  weight_bytes = 2 * sum(map(_device_bytes, jax.tree.leaves(args[0])))
+  row = {"weight_bytes": weight_bytes, "stash_bytes": step.stash_bytes}
+  row["trace_seconds"] = traced - start
+  unknown = ("peak_bytes", "host_bytes", "needed_bytes", "stash_copies", "flops")
+  row |= dict.fromkeys((*unknown, "compile_seconds"))
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    return row | {"fits": False} | _refusal(str(error), weight_bytes)
+  row["compile_seconds"] = time.perf_counter() - traced
+  program = aot.Program(compiled)
+  host_bytes = program.memory.host_temp_size_in_bytes
+  return row | {
+    "fits": True,
+    "peak_bytes": None if host_bytes else program.memory.peak_memory_in_bytes,
+    "host_bytes": host_bytes,
+    "stash_copies": len(program.copies(*buffers)),
+    "flops": program.flops(),
+  }
+
+
+def _device_bytes(array):
+  return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _refusal(message, weight_bytes):
+  """Reads out of the compiler's refusal what the program would need."""
+  if host := re.search(r"Allocation \(size=(\d+)\) would exceed memory", message):
+    return {"host_bytes": int(host[1]), "needed_bytes": int(host[1])}
+  if temporaries := re.search(r"required for HLO temporaries \(([\d.]+)G\)", message):
+    return {"needed_bytes": round(float(temporaries[1]) * 2**30) + weight_bytes}
+  if everything := re.search(r"Used ([\d.]+)G of [\d.]+G hbm", message):
+    return {"needed_bytes": round(float(everything[1]) * 2**30)}
+  raise RuntimeError(message)
+
+
+def main():
+  fields = json.loads(sys.argv[1])
+  fields["size"] = ModelSize(**fields["size"])
+  for name in ("residuals", "tiling"):  # JSON has no tuples
+    fields[name] = tuple(fields[name])
+  print(json.dumps(compile_step(Step(**fields))))
+
+
+if __name__ == "__main__":
+  main()

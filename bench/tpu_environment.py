@@ -1,0 +1,9 @@
+"""What lets libtpu compile on a host without TPUs. To be set before jax is imported."""
+
+ENVIRONMENT = dict(
+  JAX_PLATFORMS="cpu",
+  TPU_SKIP_MDS_QUERY="1",
+  ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+  TPU_WORKER_HOSTNAMES="localhost",
+  TPU_ACCELERATOR_TYPE="v5p-8",
+)

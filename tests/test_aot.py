@@ -1,0 +1,60 @@
+"""The instrument: what `bench.aot` counts in a compiled program."""
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import pytest
+
+from bench import aot
+
+pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+
+N = 512
+MATMUL = 2 * N**3
+X = jax.ShapeDtypeStruct((N, N), jnp.float32)
+COUNT = jax.ShapeDtypeStruct((), jnp.int32)
+scan = lambda body, length: lambda x: lax.scan(lambda x, _: (body(x), None), x, length=length)[0]
+
+
+@pytest.mark.parametrize(
+  "fun, matmuls",
+  [
+    (lambda x: x + 1, 0),
+    (lambda x: x @ x @ x, 2),
+    (lambda x: x.T @ x, 1),
+    (scan(lambda x: jnp.sin(x @ x), 7), 7),
+    (scan(scan(lambda x: jnp.sin(x @ x), 5), 3), 15),
+    (lambda x: x @ lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ x), jnp.cos, x), 1),
+  ],
+)
+def test_flops(fun, matmuls):
+  (x,) = aot.place([X], aot.mesh("v5e"))
+  assert aot.compile(fun, x).flops() == matmuls * MATMUL
+
+
+def test_flops_of_a_loop_of_unknown_length():
+  x, count = aot.place([X, COUNT], aot.mesh("v5e"))
+  loop = lambda x, count: lax.fori_loop(0, count, lambda _, x: jnp.sin(x @ x), x)
+  assert aot.compile(loop, x, count).flops() is None
+
+
+def test_flops_of_a_kernel_are_its_estimate():
+  from jax.experimental.pallas.ops.tpu.megablox import gmm
+
+  lhs = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+  rhs = jax.ShapeDtypeStruct((4, N, N), jnp.bfloat16)
+  sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+  args = aot.place((lhs, rhs, sizes), aot.mesh("v5e"))
+  assert aot.compile(gmm, *args).flops() == MATMUL
+
+
+@pytest.mark.parametrize("is_donated", [True, False])
+def test_copies(is_donated):
+  """An update in place is none; what must keep its operand is."""
+  large = jax.ShapeDtypeStruct((2**15, 2048), jnp.float32)  # more than VMEM holds
+  large, row, start = aot.place(
+    (large, jax.ShapeDtypeStruct((1, 2048), jnp.float32), COUNT), aot.mesh("v5e")
+  )
+  write = lambda x, row, start: lax.dynamic_update_slice(x, row, (start, 0))
+  program = aot.compile(write, large, row, start, donate_argnums=(0,) if is_donated else ())
+  assert len(program.copies(large)) == (0 if is_donated else 1)

@@ -1,0 +1,199 @@
+"""`make fit`: what the TPU compiler says of a model's gradient step, and what is made of it."""
+
+import json
+import time
+
+from absl import flags
+from absl.testing import flagsaver
+import numpy as np
+import pytest
+
+from bench import aot, fit, fit_plot, fit_step, imbalance
+from bench.model_sizes import ModelSize, PRESETS
+
+pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+
+CHOICES = ["mlpwo", "mlpwi_0+mlpwi_1", "mlpwi_0+mlpwi_1+mlpwo"]
+SMALL = ModelSize(
+  layers=58, width=1024, hidden=256, num_experts=32, top_k=8, batch=1, seq=256, expert_axis=4
+)
+DEEPSEEK_V3 = PRESETS["deepseek-v3"]
+
+
+def compile_here(step):
+  """A row of the table, compiled in this process; its times are of the CPU, which others share."""
+  residuals = "+".join(step.residuals) or fit.NONE
+  row = dict(way=step.way, residuals=residuals, layers=step.size.layers)
+  start = time.process_time()
+  row |= fit_step.compile_step(step)
+  return row | {"trace_seconds": 0, "compile_seconds": time.process_time() - start}
+
+
+def test_small_model_keeps_the_promises():
+  def row(way, residuals=""):
+    names = tuple(residuals.split("+")) if residuals else ()
+    # Small tiles compile faster, here of eight devices, four to a ring.
+    return compile_here(fit_step.Step(SMALL, "v5p:2x2x2", way, names, tiling=(128, 128, 128)))
+
+  rows = [row("remat")]
+  for residuals in CHOICES:
+    save, stash = row("save", residuals), row("stash", residuals)
+    rows += [save, stash]
+    # Half of what saving takes more than remat, at least: a quarter of its rows are there.
+    assert stash["peak_bytes"] - rows[0]["peak_bytes"] < save["peak_bytes"] - stash["peak_bytes"]
+    assert stash["flops"] == save["flops"] < rows[0]["flops"]
+  seconds = {
+    way: sum(r["compile_seconds"] for r in rows if r["way"] == way) for way in fit_step.WAYS
+  }
+  assert seconds["stash"] < 1.25 * seconds["save"]
+  for stash in rows[2::2]:  # of one alone, the time is too uncertain
+    stash["compile_seconds"] = 0
+  assert fit.broken_promises(rows) == []
+
+
+def test_saving_deepseek_v3_is_refused():
+  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "save", ("mlpwo",)))
+  assert not row["fits"]
+  assert row["needed_bytes"] / 2**30 == pytest.approx(244, abs=2)
+
+
+@pytest.mark.long
+def test_offloading_deepseek_v3_is_refused():
+  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "offload", ("mlpwo",)))
+  assert not row["fits"]
+  assert row["host_bytes"] == 58 * 262_144 * 7168 * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("topology", ["v5p:8x8x4", "v5p:8x16x16", "tpu7x:8x8x4"])
+def test_stashing_deepseek_v3_fits(topology):
+  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, topology, "stash", ("mlpwo",)))
+  assert row["fits"]
+  assert row["peak_bytes"] < aot.hbm_bytes(topology)
+  assert row["stash_bytes"] == 58 * 65_536 * 7168 * 2
+  assert row["stash_copies"] == 0
+
+
+@pytest.fixture
+def parsed_flags():
+  flags.FLAGS(["fit"])
+  with flagsaver.flagsaver():
+    yield flags.FLAGS
+
+
+def answer(step):
+  """What a compiler might say: the residuals take what they must, everything else 25 GB or more."""
+  layers = step.size.layers
+  row = dict.fromkeys(fit.KEYS) | dict(
+    residuals="+".join(step.residuals) or fit.NONE, way=step.way, layers=layers
+  )
+  kept = {"save": step.worst_case_bytes, "draft": step.stash_bytes, "stash": step.stash_bytes}
+  needed = 25 * 10**9 + layers * 3 * 10**8 + kept.get(step.way, 0)
+  row |= dict(weight_bytes=10**10, stash_bytes=step.stash_bytes, trace_seconds=1.0)
+  if needed > aot.hbm_bytes(step.topology):
+    return row | {"fits": False, "needed_bytes": needed}
+  if step.way == "offload" and step.worst_case_bytes > 2**37:
+    return row | {"fits": False, "needed_bytes": step.worst_case_bytes, "host_bytes": 1}
+  row |= dict(fits=True, stash_copies=0, flops=layers * (12 if step.way == "remat" else 11))
+  return row | dict(peak_bytes=needed, compile_seconds=30.0)
+
+
+@pytest.mark.parametrize(
+  "residuals, refused", [("mlpwo", "save offload"), (CHOICES[2], "save offload draft stash")]
+)
+def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, residuals, refused):
+  monkeypatch.setattr(fit, "compile_row", answer)
+  parsed_flags.residuals = [residuals]
+  rows = fit.measure(DEEPSEEK_V3)
+  full = {row["way"]: row for row in rows if row["layers"] == 58}
+  assert list(full) == ["remat", "save", "offload", "draft", "stash"]
+  assert {way for way in full if not full[way]["fits"]} == set(refused.split())
+  fewer = [row for row in rows if row["layers"] != 58]
+  assert all(row["fits"] for row in fewer)
+  # `save` with all that is compared with it; `stash` with `remat` if it was refused.
+  (depth,) = {row["layers"] for row in fewer if row["way"] == "save"}
+  assert depth >= 5
+  assert {row["way"] for row in fewer if row["layers"] == depth} == set(refused.split()) | {"stash"}
+  others = {row["way"]: row["layers"] for row in fewer if row["layers"] != depth}
+  assert others.keys() == ({"remat", "stash"} if "stash" in refused else set())
+  assert len(set(others.values())) <= 1 and all(layers > 30 for layers in others.values())
+
+  lines = fit.table_of(rows)
+  assert len(lines) == len(rows) + 2
+  assert lines[2][1:4] == ("remat", "58", "yes") and lines[2][7] == "1.091"
+  assert lines[3][1:4] == ("save", "58", "NO") and lines[3][7] == "-"
+  assert fit.broken_promises(rows) == []
+  fit_plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
+
+
+def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
+  parsed_flags.topology = "v5p:of no such shape"
+  row = fit.compile_row(fit.step_of(SMALL, "stash", "mlpwo"))
+  assert row == dict.fromkeys(fit.KEYS) | dict(
+    model="deepseek-v3",
+    topology="v5p:of no such shape",
+    layers=58,
+    residuals="mlpwo",
+    way="stash",
+  )
+  json.dumps(row)
+  (broken,) = fit.broken_promises([row])
+  assert "no answer" in broken
+
+
+@pytest.mark.parametrize(
+  "way, change, message",
+  [
+    ("stash", {"peak_bytes": 2031}, "1,031 bytes more than remat for 1,000 stashed"),
+    ("stash", {"stash_copies": 1}, "copies the stash 1 times"),
+    ("draft", {"stash_copies": 2}, "copies the stash 2 times"),
+    ("stash", {"flops": 101}, "101 FLOPs, 100 of save"),
+    ("stash", {"flops": None}, "None FLOPs, 100 of save"),
+    ("stash", {"compile_seconds": 11.6}, "12.6 s to trace and compile, 10.0 s of save"),
+    ("save", {"fits": None}, "no answer"),
+    ("stash", {}, None),
+    ("stash", {"fits": False, "peak_bytes": None, "flops": None}, None),
+  ],
+)
+def test_broken_promises(way, change, message):
+  good = dict(fits=True, layers=58, stash_bytes=1000, peak_bytes=2000, stash_copies=0, flops=100)
+  good |= dict(residuals="mlpwo", trace_seconds=1.0, compile_seconds=9.0)
+  rows = [good | dict(way=way) for way in ("save", "draft", "stash")]
+  rows.append(good | dict(way="remat", residuals=fit.NONE, peak_bytes=1000))
+  rows = [row | change if row["way"] == way else row for row in rows]
+  broken = fit.broken_promises(rows)
+  assert len(broken) == (message is not None)
+  assert message is None or message in broken[0]
+
+
+# Imbalance.
+
+
+@pytest.mark.parametrize("ratio", imbalance.RATIOS)
+def test_routing_is_as_imbalanced_as_asked(ratio):
+  concentration = imbalance.concentration_of(DEEPSEEK_V3, ratio)
+  rows = imbalance.device_rows(np.random.default_rng(7), DEEPSEEK_V3, concentration, False)
+  assert rows.shape == (imbalance.RINGS, 58, 4)
+  assert (rows.sum(-1) == 4 * 65_536).all()
+  assert (rows.max(-1) / 65_536).mean() == pytest.approx(ratio, rel=0.02)
+
+
+def test_recomputed_share():
+  # One ring, three layers, two devices. Row 8 of the first is the last of 16.
+  rows = np.array([[[5, 17], [8, 3], [1, 16]]])
+  assert imbalance.recomputed_share(rows, 16) == 3 / 6  # 17, and 16 after 3, and 1 after 5 and 8
+  assert imbalance.recomputed_share(rows, 17) == 1 / 6 * 2
+  assert imbalance.recomputed_share(rows, 100) == 0
+  assert imbalance.recomputed_share(rows, 0) == 1
+
+
+def test_curves_fall_and_repeat():
+  curves = imbalance.simulate(DEEPSEEK_V3)
+  assert curves == imbalance.simulate(DEEPSEEK_V3)
+  for (ratio, kind), shares in curves.items():
+    assert 0.3 < shares[0] and shares == sorted(shares, reverse=True)
+    if kind == "independent" and ratio <= 1.5:
+      assert shares[-1] == 0
+  lines = imbalance.table(curves)
+  assert len(lines) == 1 + len(curves)
+  imbalance.plot(curves, "title")
