@@ -244,7 +244,7 @@ def _kernel(
     )
 
   def start_store(slots, slot, tile_row, first, last):
-    """Starts to store rows `first` to `last` of a tile, multiples of the alignment."""
+    """Starts to store rows `first` to `last` of a tile, from the start of a block on."""
     slots.rows_leaving[slot] = last - first
     store(slots, slot, tile_row, first, last).start()
 
@@ -320,7 +320,7 @@ def _kernel(
       @pl.when(next_position.row >= jnp.minimum(piece.tile_row + tile_rows, last_row))
       def _():
         # What is undefined is left as it is, but for the ends of blocks.
-        first_stored = jnp.where(is_filled == 0, align_down(first), 0)
+        first_stored = block_down(jnp.where(is_filled == 0, first, 0))
         last_stored = align_up(jnp.where(is_filled == 0, piece.last, rows_owned))
         start_store(assembly, tile_slot, piece.tile_row, first_stored, last_stored)
 
