@@ -75,6 +75,8 @@ def gmm(
   if lhs.ndim != 2 or rhs.ndim != 3:
     raise ValueError(f"{lhs.shape=} must have rank 2 and {rhs.shape=} rank 3.")
   kernels.check_implementation(implementation)
+  # Megablox selects the rows of each group, whatever the others hold; of others it is not known.
+  padding = "undefined" if grouped_matmul is None else "zero"
   if grouped_matmul is not None:
     if group_offset is not None or transpose_rhs:
       raise ValueError(
@@ -86,7 +88,7 @@ def gmm(
       _megablox, preferred_element_type, tiling, bool(transpose_rhs), interpret
     )
   operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
-  return _stashed_gmm(multiply, implementation, *operands)
+  return _stashed_gmm(multiply, padding, implementation, *operands)
 
 
 def _megablox(
@@ -116,26 +118,26 @@ def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
   return RaggedRows(size[None], total_rows, start[None])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _stashed_gmm(multiply, implementation, stash, lhs, rhs, group_sizes, group_offset):
-  del implementation
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _stashed_gmm(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
+  del padding, implementation
   return multiply(lhs, rhs, group_sizes, group_offset), stash
 
 
-def _forward(multiply, implementation, stash, lhs, rhs, group_sizes, group_offset):
+def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
+  del padding
   out = multiply(lhs, rhs, group_sizes, group_offset)
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
   stash, slot = stash.push([lhs], ragged, implementation=implementation)
   return (out, stash), (name_slot(slot), ragged, rhs, group_sizes, group_offset)
 
 
-def _backward(multiply, implementation, saved, cotangents):
+def _backward(multiply, padding, implementation, saved, cotangents):
   slot, ragged, rhs, group_sizes, group_offset = saved
   d_out, d_stash = cotangents
   # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
-  (lhs,) = read_rows(
-    d_stash.residuals, d_stash.buffers, slot, ragged, slot.is_stored(), implementation
-  )
+  source = d_stash.residuals, d_stash.buffers, slot, ragged
+  (lhs,) = read_rows(*source, slot.is_stored(), implementation, padding)
   product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
   _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
   d_lhs, d_rhs = vjp(poison_unless(d_stash.canary[0] == 1, first_order_only(d_out)))

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from pallas_stash import kernels
-from pallas_stash.kernels import Implementation
+from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
@@ -191,7 +191,12 @@ class Stash:
     return stash, Slot(start[None], jnp.where(is_stored, rows, 0)[None])
 
   def restore(
-    self, slot: Slot, ragged: RaggedRows, *, implementation: Implementation | None = None
+    self,
+    slot: Slot,
+    ragged: RaggedRows,
+    *,
+    padding: Padding = "zero",
+    implementation: Implementation | None = None,
   ) -> tuple[jax.Array, ...]:
     """Returns the rows of a slot, each where `ragged` says, in worst-case buffers.
 
@@ -200,17 +205,19 @@ class Stash:
     Args:
       slot: as `push` returned it.
       ragged: as it was pushed with.
-      implementation: as for `dynamic_slice`.
+      padding, implementation: as for `dynamic_slice`.
 
     Returns:
-      One array [total_rows, *row_shape] a residual, in the order of `residuals`. Padding is zero.
-      Everything is NaN if the slot was not stored, is no longer in use, or holds another number of
-      rows than `ragged`.
+      One array [total_rows, *row_shape] a residual, in the order of `residuals`. Padding is zero,
+      or undefined. Everything is NaN if the slot was not stored, is no longer in use, or holds
+      another number of rows than `ragged`.
     """
+    kernels.check_padding(padding)
     self._check_local()
     self = first_order_only(self)
     is_readable = self._is_in_use(slot)
-    return read_rows(self.residuals, self.buffers, slot, ragged, is_readable, implementation)
+    source = self.residuals, self.buffers, slot, ragged
+    return read_rows(*source, is_readable, implementation, padding)
 
   def pop(self, slot: Slot) -> "Stash":
     """Frees the rows of the slot that was pushed last; of one that was not stored, nothing.
@@ -254,18 +261,19 @@ class Stash:
       )
 
 
-def read_rows(residuals, buffers, slot, ragged, is_readable, implementation):
+def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, padding="zero"):
   """Returns the rows of a slot as `Stash.restore` does; NaN unless `is_readable`, bool[1]."""
   buffers, slot, ragged, is_readable = vary_alike(buffers, slot, ragged, is_readable)
   is_readable = (is_readable & (slot.rows == ragged.num_rows()))[0]
   runs = ragged.expand_runs(slot.start[0], buffers[0].shape[0])
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
+  fill = None if padding == "zero" else ~is_readable
 
   def read(spec, buffer):
     zero, nan = jnp.zeros((), spec.dtype), jnp.full((), jnp.nan, spec.dtype)
     blank = _to_storage(jnp.where(is_readable, zero, nan))
     width = math.prod(spec.shape)
-    rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation)
+    rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation, fill)
     return _from_storage(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
 
   return tuple(map(read, residuals, buffers))

@@ -103,7 +103,8 @@ def update_rows(operand, update, start, sizes, starts, implementation="xla"):
   return ps.dynamic_update_slice(operand, update, (start, 0), **groups)
 
 
-@functools.partial(jax.jit, static_argnames=("total_rows", "implementation"))
-def slice_rows(operand, start, sizes, starts, total_rows, implementation="xla"):
-  groups = {"group_sizes": sizes, "group_starts": starts, "implementation": implementation}
-  return ps.dynamic_slice(operand, (start, 0), (total_rows, operand.shape[1]), **groups)
+@functools.partial(jax.jit, static_argnames=("total_rows", "implementation", "padding"))
+def slice_rows(operand, start, sizes, starts, total_rows, implementation="xla", padding="zero"):
+  options = {"group_sizes": sizes, "group_starts": starts, "implementation": implementation}
+  options["padding"] = padding
+  return ps.dynamic_slice(operand, (start, 0), (total_rows, operand.shape[1]), **options)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
+from pallas_stash import kernels
 from tests.checks import assert_trees_equal, is_any_nan
 from tests.support import IMPLEMENTATIONS, ON_TPU
 
@@ -97,6 +98,29 @@ def test_only_the_groups_that_rhs_has_are_kept(offset, groups):
   expected = differentiate(plain(megablox(group_offset=offset)), args, live)
   assert_same(actual, expected, live)
   assert int(actual[3].rows_in_use[0]) == -(-int(live.sum()) // 8) * 8
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_is_restored_for_what_is_not_known_to_mask(implementation, monkeypatch):
+  fills = []
+
+  def expand(*args):
+    fills.append(args[-1])
+    return kernels_expand(*args)
+
+  kernels_expand = kernels.expand
+  monkeypatch.setattr(kernels, "expand", expand)
+  args, live = operands(), rows_in_groups()
+  inject = lambda lhs, rhs, group_sizes: jnp.square(lhs) @ rhs[0]  # Its gradient reads padding.
+  _, _, d_rhs, _ = differentiate(
+    stashed(grouped_matmul=inject, implementation=implementation), args, live
+  )
+  assert not is_any_nan(d_rhs)
+  assert fills == [None]
+  options = {"tiling": TILING, "interpret": not ON_TPU, "implementation": implementation}
+  _, _, d_rhs, _ = differentiate(stashed(**options), args, live)
+  assert not is_any_nan(d_rhs)
+  assert len(fills) == 2 and fills[1] is not None
 
 
 def injected():

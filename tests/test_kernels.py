@@ -58,7 +58,7 @@ CASES = [(UNEVEN, dtype) for dtype in DTYPES] + [(MANY_TILES, "bfloat16"), (TWO_
 
 @functools.cache
 def kernels_of(implementation, case, dtype, interpret=kernels.INTERPRET):
-  """Returns `compact(rows, stash, runs)` and `expand(stash, runs, blank)`, jitted."""
+  """Returns `compact(rows, stash, runs)` and `expand(stash, runs, blank, fill)`, jitted."""
   itemsize = jnp.dtype(dtype).itemsize
   if implementation == "xla":
     module, options = xla, {}
@@ -71,9 +71,9 @@ def kernels_of(implementation, case, dtype, interpret=kernels.INTERPRET):
     interpret = implementation == "mosaic_interpret" and interpret
     module, options = mosaic_tpu, {"tiling": tiling, "interpret": interpret}
 
-  def expand(stash, runs, blank):
+  def expand(stash, runs, blank, fill):
     like_rows = {"total_rows": case.total_rows, "width": case.width}
-    return module.expand(stash, runs, blank, **like_rows, **options)
+    return module.expand(stash, runs, blank, fill, **like_rows, **options)
 
   def in_large_chunks_of_about_a_tile(kernel):
     chunk_bytes = (case.tile_rows + 9) * case.width * itemsize
@@ -123,9 +123,11 @@ def check(implementation, case, dtype, layout, start, seed=0, **options):
   blank = np.asarray(blank if jnp.issubdtype(dtype, jnp.inexact) else seed - 1).astype(dtype)
   expected = ragged_rows.expand(stash[:, : case.width], start, case.total_rows, *layout)
   expected[~is_read] = blank
-  assert_same(
-    expand(stash, from_stash, blank), expected, message=f"expand {layout} {start} {blank}"
-  )
+  message = f"expand {layout} {start} {blank}"
+  assert_same(expand(stash, from_stash, blank, True), expected, message=message)
+  if seed % 3 == 0:
+    actual = np.asarray(expand(stash, from_stash, blank, False))
+    assert_same(actual[is_read], expected[is_read], message=f"{message}, undefined padding")
 
 
 def is_as_good_as_another(implementation, dtype):
@@ -221,9 +223,14 @@ class TestEveryImplementation:
     assert counts and counts <= collections.Counter(most(copies=5 + 3 + 2))
     counts.clear()
     # They come from 6 pieces, and every tile is stored once.
-    jax.block_until_ready(expand(stash, from_stash, np.float32(0)))
+    jax.block_until_ready(expand(stash, from_stash, np.float32(0), True))
     jax.effects_barrier()
     assert counts and counts <= collections.Counter(most(copies=6 + LONG.total_rows // 32))
+    counts.clear()
+    # Where padding may be undefined, only the 5 tiles that the runs touch are stored.
+    jax.block_until_ready(expand(stash, from_stash, np.float32(0), False))
+    jax.effects_barrier()
+    assert counts and counts <= collections.Counter(most(copies=6 + 5))
 
 
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="a chip has the cores it has")

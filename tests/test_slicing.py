@@ -168,8 +168,29 @@ def test_invalid_groups(sizes, starts, dtype):
   groups = (np.int32(4), np.array(sizes), as_rows(starts))
   operand = jnp.ones((OPERAND_ROWS, 3), dtype)
   assert_same_bits(update_rows(operand, jnp.zeros((TOTAL_ROWS, 3), dtype), *groups), operand)
-  rows = np.asarray(slice_rows(operand, *groups, TOTAL_ROWS))
-  assert (np.isnan(rows) if jnp.issubdtype(dtype, jnp.inexact) else rows == 0).all()
+  for padding in "zero", "undefined":
+    rows = np.asarray(slice_rows(operand, *groups, TOTAL_ROWS, padding=padding))
+    assert (np.isnan(rows) if jnp.issubdtype(dtype, jnp.inexact) else rows == 0).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_undefined_padding(implementation):
+  """Rows and gradients are those of zero padding, from whatever comes back in padding."""
+  operand, d_out = integers(0, OPERAND_ROWS, WIDTH), integers(1, TOTAL_ROWS, WIDTH)
+  is_row = ragged_rows.expand(np.ones((TOTAL_ROWS, 1)), 0, TOTAL_ROWS, SIZES, STARTS)[:, 0] == 1
+  d_out[~is_row] = nan_of("float32")
+  for start in 16, 33:  # The second falls past the end.
+    groups = np.int32(start), SIZES, STARTS
+    slice_with = lambda padding, groups=groups: jax.vjp(
+      lambda operand: slice_rows(operand, *groups, TOTAL_ROWS, implementation, padding), operand
+    )
+    (zero, of_zero), (undefined, of_undefined) = map(slice_with, ("zero", "undefined"))
+    is_inside = is_row & (np.asarray(zero) != 0).any(1)
+    assert_same_bits(np.asarray(undefined)[is_inside], np.asarray(zero)[is_inside])
+    assert is_inside.sum() == min(SIZES.sum(), OPERAND_ROWS - start)
+    assert_same_bits(*of_undefined(d_out), *of_zero(d_out))
+    if implementation == "mosaic_interpret":  # Where memory starts as NaN, which tells them apart.
+      assert np.isnan(undefined).any() and not np.isnan(zero).any()
 
 
 # With groups: gradients.
@@ -328,6 +349,26 @@ def test_shard_map(implementation, check_vma, spec):
   assert_trees_equal(actual, run(one_by_one, operands, updates))
 
 
+@needs_devices(4)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_undefined_padding_in_shard_map(implementation):
+  mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
+  operands = integers(0, 4, OPERAND_ROWS, 8)
+
+  @jax.jit
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+  def read(operands):
+    return slice_rows(
+      operands[0], np.int32(3), SIZES, STARTS, TOTAL_ROWS, implementation, "undefined"
+    )[None]
+
+  rows = np.asarray(read(operands))
+  for operand, actual in zip(operands, rows, strict=True):
+    expected = ragged_rows.expand(operand, 3, TOTAL_ROWS, SIZES, STARTS)
+    is_row = expected.any(1)
+    assert_same_bits(actual[is_row], expected[is_row])
+
+
 def test_a_donated_operand_is_updated_in_place():
   operand = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
   update = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
@@ -372,6 +413,8 @@ BOTH = [update_of, slice_of]
     ([slice_of], dict(slice_sizes=(4,)), r"slice_sizes=\(4,\) must be \(total_rows, width\)"),
     ([slice_of], dict(slice_sizes=(4, 3)), r"slice_sizes=\(4, 3\) must be .*\(4, 2\)"),
     ([slice_of], dict(slice_sizes=(0, 2)), "total_rows=0 must be positive"),
+    ([slice_of], dict(padding="nan"), r"padding='nan' must be one of \('zero', 'undefined'\)"),
+    ([slice_of], dict(padding="nan", group_sizes=None), "padding='nan' must be one of"),
   ],
 )
 def test_errors(funs, change, message):

@@ -65,6 +65,22 @@ def test_what_is_pushed_comes_back(implementation):
     assert_trees_equal(restore(stash, slot, ragged), tuple(expected))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_undefined_padding(implementation):
+  options = {"padding": "undefined", "implementation": implementation}
+  ragged = ragged_of([9, 1, 3], [40, 0, 20])
+  poisoned, expected = values_of(SPECS, 0, ragged)
+  stash, slot = ps.Stash.empty(24, SPECS).push(poisoned, ragged)
+  is_row = ~np.isnan(poisoned[0]).any(1)
+  of_rows = lambda values: [value[is_row] for value in values]
+  assert_trees_equal(of_rows(stash.restore(slot, ragged, **options)), of_rows(expected))
+  stash, lost = stash.push(poisoned, ragged)
+  restored = stash.restore(lost, ragged, **options)
+  assert all(np.isnan(value).all() for value in restored)  # What is not there is never undefined.
+  with pytest.raises(ValueError, match="padding='blank' must be one of"):
+    stash.restore(slot, ragged, padding="blank")
+
+
 def test_values_are_matched_by_shape_and_dtype_not_by_position():
   ragged = ragged_of([5, 6])
   specs = [*SPECS, SPECS[0]]

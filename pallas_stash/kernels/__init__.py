@@ -15,6 +15,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.ragged import CopyRuns
 
 Implementation = Literal["mosaic", "mosaic_interpret", "xla"]
+Padding = Literal["zero", "undefined"]
 
 # Interpreting is for finding faults: memory starts as NaN and every race is reported.
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
@@ -25,6 +26,12 @@ def check_implementation(implementation: str | None) -> None:
   names = (None, *get_args(Implementation))
   if implementation not in names:
     raise ValueError(f"{implementation=} must be one of {names}.")
+
+
+def check_padding(padding: str) -> None:
+  """Raises a ValueError unless `padding` is the name of one."""
+  if padding not in get_args(Padding):
+    raise ValueError(f"{padding=} must be one of {get_args(Padding)}.")
 
 
 def compact(
@@ -47,15 +54,17 @@ def expand(
   width: int,
   blank: jax.Array,
   implementation: Implementation | None,
+  fill: jax.Array | None = None,
 ) -> jax.Array:
   """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
 
-  Every element outside the runs is `blank`, a scalar of the stash's dtype. `width <= stash_width`.
+  Every element outside the runs is `blank`, a scalar of the stash's dtype; or it is undefined, if
+  `fill`, bool[], is given and false. `width <= stash_width`.
   """
   if 0 in stash.shape or width == 0:
     return lax.broadcast(blank, (total_rows, width))
   static = {"total_rows": total_rows, "width": width}
-  return _dispatch("expand", implementation, stash.dtype, (stash, runs, blank), **static)
+  return _dispatch("expand", implementation, stash.dtype, (stash, runs, blank, fill), **static)
 
 
 def _dispatch(name, implementation, dtype, operands, **static):

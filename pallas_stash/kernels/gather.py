@@ -11,7 +11,8 @@ HBM moves in blocks of `row_alignment` rows, whatever the row numbers: a piece i
 a block too much at either end. In VMEM the landed rows are shifted to where they belong and merged
 into the tile (`tile_words`). Compact owns only the window of rows that its runs cover; what else
 lies in the first and last block is read first and written back as it was. Expand owns every row,
-and fills those that no run covers with a blank word.
+and fills those that no run covers with a blank word, or leaves them undefined: then it stores no
+tile without a piece.
 """
 
 import functools
@@ -95,9 +96,10 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   Args:
     source: [source_rows, width], whole tiles of rows and of 128 columns.
     destination: [destination_rows, width] to update in place, or the ShapeDtypeStruct of a new
-      buffer, whose other rows are filled with the blank word.
+      buffer, whose other rows are filled with the blank word or undefined.
     runs: `CopyRuns`; without gaps between destinations where the destination is updated.
-    window: int32[3]: the first and last (exclusive) destination row to write, the blank word.
+    window: int32[4]: the first and last (exclusive) destination row to write, the blank word, and
+      of a new buffer whether other rows are filled with it, 0 or 1.
     tiling: `Tiling`, or None for `choose_tiling`.
     interpret: False, or `pltpu.InterpretParams`.
 
@@ -106,7 +108,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   """
   dtype = source.dtype
   tiling = tiling or choose_tiling(source.shape[1], dtype.itemsize)
-  fill_blank = isinstance(destination, jax.ShapeDtypeStruct)
+  is_new = isinstance(destination, jax.ShapeDtypeStruct)
   # One more run ends every search: it starts behind all rows.
   end_of_runs = [jnp.full((1,), value, jnp.int32) for value in (0, NO_ROW, 1)]
   scalars = (*map(jnp.append, runs, end_of_runs), window)
@@ -122,7 +124,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
         _kernel,
         columns=pl.ds(first_column, columns),
         tiling=tiling,
-        fill_blank=fill_blank,
+        is_new=is_new,
         interpreted=bool(interpret),
       ),
       grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -143,7 +145,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
         vmem_limit_bytes=tiling.vmem_bytes(dtype.itemsize) + 2**21,
       ),
       interpret=interpret,
-      name="stash_expand" if fill_blank else "stash_compact",
+      name="stash_expand" if is_new else "stash_compact",
     )(*scalars, source, updated)
   return destination
 
@@ -165,7 +167,7 @@ def _kernel(
   *,
   columns,
   tiling,
-  fill_blank,
+  is_new,
   interpreted,
 ):
   del updated  # The same memory as `out`.
@@ -177,7 +179,7 @@ def _kernel(
   align_up = lambda row: align_down(row + alignment - 1)
   block_down = lambda row: pl.multiple_of(row & -block_rows, block_rows)
 
-  window_first, window_last, blank_word = window[0], window[1], window[2]
+  window_first, window_last, blank_word, is_filled = (window[i] for i in range(4))
   tiles_row = align_down(window_first)
   row_of_tile = lambda tile: pl.multiple_of(tiles_row + tile * tile_rows, alignment)
 
@@ -232,34 +234,35 @@ def _kernel(
     pl.when(there_is_one)(lambda: load(piece, slot).start())
     return seek(position.run, jnp.where(there_is_one, piece.tile_row + piece.last, position.row))
 
-  def store(slots, slot, row, rows):
+  def store(slots, slot, tile_row, first, last):
     tile = slot if slots.tiles.shape[0] > 1 else 0
-    rows = pl.multiple_of(rows, alignment)
+    rows = pl.multiple_of(last - first, alignment)
     return pltpu.make_async_copy(
-      slots.tiles.at[tile, pl.ds(0, rows)],
-      out.at[pl.ds(row, rows), columns],
+      slots.tiles.at[tile, pl.ds(first, rows)],
+      out.at[pl.ds(pl.multiple_of(tile_row + first, alignment), rows), columns],
       slots.stores.at[slot],
     )
 
-  def start_store(slots, slot, row, rows):
-    slots.rows_leaving[slot] = rows
-    store(slots, slot, row, rows).start()
+  def start_store(slots, slot, tile_row, first, last):
+    """Starts to store rows `first` to `last` of a tile, from the start of a block on."""
+    slots.rows_leaving[slot] = last - first
+    store(slots, slot, tile_row, first, last).start()
 
   def finish_store(slots, slot):
     rows = slots.rows_leaving[slot]
 
     @pl.when(rows > 0)
     def _():
-      store(slots, slot, 0, rows).wait()
+      store(slots, slot, 0, 0, rows).wait()
       slots.rows_leaving[slot] = 0
 
   def store_blank_tiles(first, last):
-    @pl.loop(first, last)
+    @pl.loop(first, jnp.where(is_filled == 0, first, last))
     def _(tile):
       slot = rem(tile, tiling.blank_stores)
       finish_store(blank, slot)
       row = row_of_tile(tile)
-      start_store(blank, slot, row, jnp.minimum(tile_rows, window_last - row))
+      start_store(blank, slot, row, 0, jnp.minimum(tile_rows, window_last - row))
 
   def read_edge(slot, tile_row, row, last):
     """Reads the block of tile rows from `row` on, up to `last`, as the destination has them."""
@@ -274,8 +277,8 @@ def _kernel(
 
   def open_tile(slot, tile_row):
     """Puts into the assembly slot what the tile holds besides its pieces."""
-    if fill_blank:
-      fill(assembly.tiles.at[slot], blank_word)
+    if is_new:
+      pl.when(is_filled != 0)(lambda: fill(assembly.tiles.at[slot], blank_word))
       return
     last = window_last - tile_row
     ends_inside = (last < tile_rows) & (last != align_down(last))
@@ -283,13 +286,14 @@ def _kernel(
     pl.when(ends_inside)(lambda: read_edge(slot, tile_row, block_down(last), align_up(last)))
 
   def write_piece(state):
-    index, position, position_to_load, previous_tile = state
+    index, position, position_to_load, previous_tile, first = state
     slot = rem(index, tiling.landing_slots)
     piece = piece_at(position)
     next_position = seek(position.run, piece.tile_row + piece.last)
     rows_owned = jnp.minimum(window_last - piece.tile_row, tile_rows)
+    first = jnp.where(piece.tile == previous_tile, first, piece.first)
     load(piece, slot).wait()
-    if fill_blank:
+    if is_new:
       store_blank_tiles(previous_tile + 1, piece.tile)
 
     is_whole_tile = (piece.first == 0) & (piece.last == rows_owned)
@@ -298,7 +302,7 @@ def _kernel(
 
     @pl.when(is_ready)
     def _():
-      start_store(landing, slot, piece.tile_row, piece.last)
+      start_store(landing, slot, piece.tile_row, 0, piece.last)
 
     @pl.when(jnp.logical_not(is_ready))
     def _():
@@ -315,30 +319,33 @@ def _kernel(
 
       @pl.when(next_position.row >= jnp.minimum(piece.tile_row + tile_rows, last_row))
       def _():
-        start_store(assembly, tile_slot, piece.tile_row, align_up(rows_owned))
+        # What is undefined is left as it is, but for the ends of blocks.
+        first_stored = block_down(jnp.where(is_filled == 0, first, 0))
+        last_stored = align_up(jnp.where(is_filled == 0, piece.last, rows_owned))
+        start_store(assembly, tile_slot, piece.tile_row, first_stored, last_stored)
 
     free_slot = rem(index + LOADS_AHEAD, tiling.landing_slots)
     finish_store(landing, free_slot)
     position_to_load = load_next(position_to_load, free_slot)
-    return index + 1, next_position, position_to_load, piece.tile
+    return index + 1, next_position, position_to_load, piece.tile, first
 
   all_slots = (landing, assembly, blank)
   for slots in all_slots:
     for slot in range(slots.rows_leaving.shape[0]):
       slots.rows_leaving[slot] = 0
-  if fill_blank:
-    fill(blank.tiles.at[0], blank_word)
+  if is_new:
+    pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
 
   start = seek(jnp.int32(0), row_of_tile(first_tile))
   position_to_load = start
   for slot in range(LOADS_AHEAD):
     position_to_load = load_next(position_to_load, slot)
-  *_, last_written_tile = lax.while_loop(
+  *_, last_written_tile, _ = lax.while_loop(
     lambda state: state[1].row < last_row,
     write_piece,
-    (jnp.int32(0), start, position_to_load, first_tile - 1),
+    (jnp.int32(0), start, position_to_load, first_tile - 1, jnp.int32(0)),
   )
-  if fill_blank:
+  if is_new:
     store_blank_tiles(last_written_tile + 1, last_tile)
   for slots in all_slots:
     for slot in range(slots.rows_leaving.shape[0]):

@@ -39,7 +39,7 @@ def compact(
   occupied = runs.sizes > 0
   first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
   last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
-  window = jnp.stack([jnp.minimum(first, last), last, jnp.int32(0)])
+  window = jnp.stack([jnp.minimum(first, last), last, jnp.int32(0), jnp.int32(0)])
   out = gather(source, destination, runs, window, tiling, interpret)
   return _from_kernel_layout(out, shape, dtype)
 
@@ -48,6 +48,7 @@ def expand(
   stash: jax.Array,
   runs: CopyRuns,
   blank: jax.Array,
+  fill: jax.Array | None = None,
   *,
   total_rows: int,
   width: int,
@@ -60,6 +61,8 @@ def expand(
     stash: the source. What it holds outside the runs has no influence.
     runs: the copies.
     blank: scalar of the stash's dtype: what every element outside the runs is set to.
+    fill: bool[]: if false, what is outside the runs is undefined, and most of it is not written.
+      None for true.
     total_rows: static, rows of the new buffer.
     width: static, columns of the new buffer, `width <= stash_width`.
     tiling: static sizes; `choose_tiling` by default.
@@ -71,7 +74,8 @@ def expand(
   """
   source = _to_kernel_layout(stash, stash.shape[1], interpret)
   padded_rows = _round_up(total_rows, row_alignment(stash.dtype.itemsize))
-  window = jnp.stack([jnp.int32(0), jnp.int32(padded_rows), _repeat_in_word(blank)])
+  fill = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
+  window = jnp.stack([jnp.int32(0), jnp.int32(padded_rows), _repeat_in_word(blank), fill])
   shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
   out = gather(source, shape, runs, window, tiling, interpret)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)

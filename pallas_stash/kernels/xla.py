@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_stash.kernels.int32 import div
 from pallas_stash.ragged import CopyRuns
+from pallas_stash.varying import vary_over, varying_axes
 
 LARGE_CHUNK_BYTES = 2**20
 SMALL_CHUNK_ROWS = 32
@@ -35,7 +36,13 @@ def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
 
 
 def expand(
-  stash: jax.Array, runs: CopyRuns, blank: jax.Array, *, total_rows: int, width: int
+  stash: jax.Array,
+  runs: CopyRuns,
+  blank: jax.Array,
+  fill: jax.Array | None = None,
+  *,
+  total_rows: int,
+  width: int,
 ) -> jax.Array:
   """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
 
@@ -43,13 +50,19 @@ def expand(
     stash: the source. What it holds outside the runs has no influence.
     runs: the copies.
     blank: scalar of the stash's dtype: what every element outside the runs is set to.
+    fill: bool[]: if false, what is outside the runs is undefined, and not written where XLA can
+      leave memory as it is (not on a CPU). None for true.
     total_rows: static, rows of the new buffer.
     width: static, columns of the new buffer, `width <= stash_width`.
 
   Returns:
     The new buffer.
   """
-  return _copy_runs(stash, lax.broadcast(blank, (total_rows, width)), runs)
+  shape = total_rows, width
+  if fill is None:
+    return _copy_runs(stash, lax.broadcast(blank, shape), runs)
+  empty = lambda: vary_over(lax.empty(shape, stash.dtype), varying_axes(blank))
+  return _copy_runs(stash, lax.cond(fill, lambda: lax.broadcast(blank, shape), empty), runs)
 
 
 def _copy_runs(source, destination, runs):
