@@ -23,13 +23,15 @@ from pallas_stash.varying import vary_alike, vary_over, varying_axes
 # The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"
 
+_MAX_INT32 = jnp.iinfo(jnp.int32).max
+
 
 class Slot(NamedTuple):
   """Where the rows of one push are: what the forward pass keeps instead of them.
 
   Attributes:
     start: int32[shards], first row in the stash; -1 where the rows were not stored.
-    rows: int32[shards], rows stored.
+    rows: int32[shards], rows pushed, stored or not; 0 for groups that were invalid.
   """
 
   start: jax.Array
@@ -48,12 +50,30 @@ class StashStats(NamedTuple):
     peak_rows: most rows that were ever in use.
     overflowed_pushes: pushes that did not fit and stored nothing.
     invalid_pushes: pushes whose groups overlapped or left the buffer, and stored nothing.
+    sufficient_rows: the least capacity at which no push would have overflowed. It is `peak_rows` if
+      none did.
   """
 
   rows_in_use: jax.Array
   peak_rows: jax.Array
   overflowed_pushes: jax.Array
   invalid_pushes: jax.Array
+  sufficient_rows: jax.Array
+
+
+class _Counters(NamedTuple):
+  """What `Stash.stats` reports, each int32[shards].
+
+  Attributes:
+    peak_rows, overflowed_pushes, invalid_pushes, sufficient_rows: as in `StashStats`.
+    wanted_rows: rows that would be in use had every push been stored.
+  """
+
+  peak_rows: jax.Array
+  overflowed_pushes: jax.Array
+  invalid_pushes: jax.Array
+  sufficient_rows: jax.Array
+  wanted_rows: jax.Array
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -68,7 +88,7 @@ class Stash:
     buffers: one array [shards * rows, width] a residual: rows flattened, their width rounded up to
       128. Rows that are not in use hold undefined values.
     top: int32[shards], first free row. A push starts there, always on a tile boundary.
-    counters: int32[shards] each: peak rows, overflowed pushes, invalid pushes.
+    counters: what `stats` reports.
     canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is 1
       if and only if exactly one `seal` followed.
   """
@@ -130,9 +150,10 @@ class Stash:
     buffers = tuple(
       lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
-    zeros = jnp.zeros((num_shards,), jnp.int32)
-    canary = jnp.zeros((num_shards,), jnp.float32)
-    stash = Stash(specs, buffers, zeros, (zeros, zeros, zeros), canary)
+    # An array for each leaf: one that is donated is donated once.
+    zeros = lambda dtype=jnp.int32: jnp.zeros((num_shards,), dtype)
+    counters = _Counters(*(zeros() for _ in _Counters._fields))
+    stash = Stash(specs, buffers, zeros(), counters, zeros(jnp.float32))
     return vary_over(stash, varying_axes(residuals))
 
   def push(
@@ -171,8 +192,9 @@ class Stash:
     self, values = first_order_only((self, values))
     self, values, ragged = vary_alike(self, values, ragged)
 
-    top, (peak, overflowed, invalid) = self.top[0], self.counters
-    rows, is_valid = ragged.num_rows(), ragged.is_valid()
+    top = self.top[0]
+    is_valid = ragged.is_valid()
+    rows = jnp.where(is_valid, ragged.num_rows(), 0)
     fits = rows <= self.rows_per_shard - top
     is_stored = _all_along(axis_name, is_valid & fits)
     start = jnp.where(is_stored, top, -1)
@@ -184,11 +206,20 @@ class Stash:
       flat = value.reshape(ragged.total_rows, -1)
       buffers[index] = kernels.compact(_to_storage(flat), buffers[index], runs, implementation)
 
-    top += jnp.where(is_stored, _round_up(rows, self.alignment), 0)
-    overflowed += is_valid & ~is_stored
-    counters = (jnp.maximum(peak, top), overflowed, invalid + ~is_valid)
+    rows_taken = _round_up(rows, self.alignment)
+    top += jnp.where(is_stored, rows_taken, 0)
+    counters = self.counters
+    # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
+    wanted = counters.wanted_rows + jnp.minimum(rows_taken, _MAX_INT32 - counters.wanted_rows)
+    counters = _Counters(
+      peak_rows=jnp.maximum(counters.peak_rows, top),
+      overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored),
+      invalid_pushes=counters.invalid_pushes + ~is_valid,
+      sufficient_rows=jnp.maximum(counters.sufficient_rows, wanted),
+      wanted_rows=wanted,
+    )
     stash = Stash(self.residuals, tuple(buffers), top[None], counters, self.canary)
-    return stash, Slot(start[None], jnp.where(is_stored, rows, 0)[None])
+    return stash, Slot(start[None], rows[None])
 
   def restore(
     self,
@@ -228,16 +259,18 @@ class Stash:
     """
     self._check_local()
     self, slot = vary_alike(self, slot)
-    is_last = slot.start + _round_up(slot.rows, self.alignment) == self.top
+    rows_taken = _round_up(slot.rows, self.alignment)
+    is_last = slot.start + rows_taken == self.top
     is_right = is_last | ~slot.is_stored()
     top = jnp.where(is_last & slot.is_stored(), slot.start, self.top)
     canary = jnp.where(is_right, lax.stop_gradient(self.canary), jnp.nan)
-    return Stash(self.residuals, self.buffers, top, self.counters, canary)
+    wanted = self.counters.wanted_rows - jnp.where(is_right, rows_taken, 0)
+    counters = self.counters._replace(wanted_rows=wanted)
+    return Stash(self.residuals, self.buffers, top, counters, canary)
 
   def stats(self) -> StashStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
-    peak, overflowed, invalid = self.counters
-    return StashStats(self.top, peak, overflowed, invalid)
+    return StashStats(self.top, *self.counters[:4])
 
   @property
   def rows_per_shard(self) -> int:
@@ -335,7 +368,7 @@ seal.defvjp(_seal_forward, _seal_backward)
 
 def stash_cotangent(stash: Stash, canary: jax.Array) -> Stash:
   """Returns the cotangent of a stash: its contents, and the canary."""
-  return Stash(stash.residuals, stash.buffers, None, (None, None, None), canary)
+  return Stash(stash.residuals, stash.buffers, None, _Counters(*5 * [None]), canary)
 
 
 @jax.custom_jvp

@@ -86,7 +86,7 @@ def test_gradients_are_those_of_megablox(dtype, transpose_rhs, implementation):
   actual = differentiate(stashed(dtype=dtype, **options), args, live)
   expected = differentiate(plain(megablox(transpose_rhs, dtype=dtype)), args, live)
   assert_same(actual, expected, live)
-  assert [int(x[0]) for x in actual[3]] == [152, 152, 0, 0]
+  assert [int(x[0]) for x in actual[3]] == [152, 152, 0, 0, 152]
 
 
 @pytest.mark.parametrize("offset, groups", [(0, 2), (1, 2), (2, 2), (1, 1)])
@@ -153,7 +153,7 @@ def test_overflow_is_nan_in_rhs_and_counted():
   has_rows = SIZES > 0
   assert bool(jnp.isnan(d_rhs[has_rows]).all())
   assert_trees_equal(d_rhs[~has_rows], jnp.zeros_like(d_rhs[~has_rows]))
-  assert [int(x[0]) for x in stats] == [0, 0, 1, 0]
+  assert [int(x[0]) for x in stats] == [0, 0, 1, 0, 152]
 
 
 @pytest.mark.parametrize("seals", [0, 2])

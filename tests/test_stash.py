@@ -41,7 +41,7 @@ def ragged_of(sizes, starts=None, total_rows=TOTAL_ROWS):
 
 
 def stats_of(stash):
-  return [int(x[0]) for x in stash.stats()]
+  return [int(x[0]) for x in stash.stats()[:4]]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -101,6 +101,13 @@ def test_a_push_wastes_less_than_a_tile(dtype, wasted):
     after, _ = stash.push(values_of(specs, 0, ragged)[0], ragged)
     assert 0 <= int(after.stats().rows_in_use[0]) - rows <= wasted
   assert stash.alignment == wasted + 1
+
+
+def test_a_stash_can_be_donated():
+  donated = jax.jit(lambda stash: jax.tree.map(lambda leaf: leaf + 1, stash), donate_argnums=0)
+  stash = ps.Stash.empty(8, SPECS)
+  donated(stash)
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(stash))
 
 
 def test_the_stash_holds_its_capacity_and_no_more():
@@ -180,6 +187,47 @@ def test_pop_of_what_was_not_stored_does_nothing():
   stash, lost = stash.push(values_of(SPECS, 0, ragged)[0], ragged)
   stash = stash.pop(lost)
   assert stats_of(stash)[0] == 8 and not is_any_nan(stash.restore(slot, ragged))
+
+
+def test_sufficient_rows_is_the_capacity_that_stores_every_push():
+  """Random pushes and pops: enough is enough, and a tile less is not."""
+  rng = np.random.default_rng(0)
+  spec = [jax.ShapeDtypeStruct((128,), jnp.float32)]
+  push = jax.jit(lambda stash, *args: stash.push(*args))
+  pop = jax.jit(lambda stash, slot: stash.pop(slot))
+  values = [jnp.ones((TOTAL_ROWS, 128))]
+
+  def run(capacity, moves):
+    stash, slots = ps.Stash.empty(capacity, spec), []
+    for rows in moves:
+      if rows >= 0:
+        stash, slot = push(stash, values, ragged_of([rows]))
+        slots.append(slot)
+      elif slots:
+        stash = pop(stash, slots.pop())
+    assert stash.canary[0] == 0
+    return jax.tree.map(lambda x: int(x[0]), stash.stats())
+
+  for _ in range(20):
+    moves = np.where(rng.random(12) < 0.3, -1, rng.integers(0, TOTAL_ROWS + 1, 12))
+    enough = run(200, moves).sufficient_rows
+    for capacity in (enough, enough + 40):
+      stats = run(capacity, moves)
+      assert stats.overflowed_pushes == 0 and stats.sufficient_rows == stats.peak_rows == enough
+    if enough:
+      stats = run(enough - 8, moves)
+      assert stats.overflowed_pushes > 0 and stats.sufficient_rows == enough
+
+
+def test_sufficient_rows_do_not_wrap_around():
+  spec = [jax.ShapeDtypeStruct((128,), jnp.float32)]
+  values, ragged = [jnp.ones((TOTAL_ROWS, 128))], ragged_of([TOTAL_ROWS])
+  stash = ps.Stash.empty(0, spec)
+  wanted = jnp.full((1,), 2**31 - 65, jnp.int32)
+  stash.counters = stash.counters._replace(wanted_rows=wanted)
+  for expected in (2**31 - 1, 2**31 - 1):
+    stash, _ = stash.push(values, ragged)
+    assert int(stash.stats().sufficient_rows[0]) == expected
 
 
 def test_restore_with_other_groups_is_nan():
