@@ -35,6 +35,14 @@ def ragged_of(layout):
   return ps.RaggedRows(*map(as_rows, layout[:1]), TOTAL_ROWS, as_rows(layout[1]))
 
 
+def without_padding(value, sizes, starts):
+  expected = np.zeros_like(value)
+  starts = np.cumsum(sizes) - sizes if starts is None else starts
+  for start, size in zip(starts, sizes, strict=True):
+    expected[start : start + size] = value[start : start + size]
+  return expected
+
+
 @functools.partial(jax.jit, static_argnames="implementation", donate_argnums=0)
 def push(stash, values, ragged, implementation):
   return stash.push(values, ragged, implementation=implementation)
@@ -133,15 +141,9 @@ class StashMachine(RuleBasedStateMachine):
     for slot, layout, values, taken in self.slots:
       ragged = ragged_of(layout)
       restored = restore(self.stash, slot, ragged, self.implementation)
-      is_stored = taken or not sum(layout[0])
       for value, actual in zip(values, restored, strict=True):
-        expected = np.zeros_like(value) if is_stored else np.full_like(value, np.nan)
-        if is_stored:
-          starts = np.cumsum(layout[0]) - layout[0] if layout[1] is None else layout[1]
-          for start, size in zip(starts, layout[0], strict=True):
-            expected[start : start + size] = value[start : start + size]
-        if is_stored:
-          assert_same_bits(actual, expected)
+        if taken or not sum(layout[0]):
+          assert_same_bits(actual, without_padding(value, *layout))
         else:
           assert np.isnan(actual).all()
 
