@@ -9,7 +9,7 @@ WIDTHS = [*range(128, 9 * 1024, 128), *range(9 * 1024, 65_537, 1024), 20_992, 65
 
 def test_deepseek_v3():
   assert choose_tiling(7168, itemsize=2) == Tiling(
-    row_alignment=8, word_rows=2, block_rows=16, tile_rows=128, column_blocks=((0, 7168),)
+    row_alignment=8, word_rows=2, block_rows=16, tile_rows=192, column_blocks=((0, 7168),)
   )
 
 
@@ -44,9 +44,9 @@ class TestEveryWidth:
     for width in range(128, 32 * 1024 // itemsize + 1, 128):
       assert choose_tiling(width, itemsize).column_blocks == ((0, width),)
 
-  def test_buffers_stay_below_16_mib(self, itemsize):
+  def test_buffers_stay_below_20_mib(self, itemsize):
     sizes = {width: choose_tiling(width, itemsize).vmem_bytes(itemsize) for width in WIDTHS}
-    assert {width: size for width, size in sizes.items() if size > 2**24} == {}
+    assert {width: size for width, size in sizes.items() if size > 20 * 2**20} == {}
 
 
 def test_vmem_bytes_counts_every_buffer():

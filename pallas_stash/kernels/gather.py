@@ -16,6 +16,7 @@ tile without a piece.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -49,14 +50,27 @@ class Slots(NamedTuple):
   rows_leaving: Any
 
   @classmethod
-  def scratch_shapes(cls, slots, tiles, rows, columns, dtype):
+  def scratch_shapes(cls, slots, tiles, rows, columns, dtype, alignment):
+    """Returns what to allocate; of `tiles` with an axis for each HBM tile, unless it is None.
+
+    VMEM is then tiled as HBM is, and a DMA is a plain copy. The compiler for tpu7x otherwise tiles
+    twice as many rows of two bytes, and a DMA gathers and scatters: four times the cycles.
+    """
     semaphores = pltpu.SemaphoreType.DMA((slots,))
+    rows = (rows,) if alignment is None else (rows // alignment, alignment)
     return cls(
-      pltpu.VMEM((tiles, rows, columns), dtype),
+      pltpu.VMEM((tiles, *rows, columns), dtype),
       semaphores,
       semaphores,
       pltpu.SMEM((slots,), jnp.int32),
     )
+
+  def as_rows(self):
+    """Returns the slots, from what was allocated."""
+    tiles, *rows, columns = self.tiles.shape
+    if len(rows) == 1:
+      return self
+    return self._replace(tiles=self.tiles.reshape(tiles, math.prod(rows), columns))
 
 
 class Position(NamedTuple):
@@ -118,7 +132,11 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   landing_rows = tiling.tile_rows + tiling.block_rows
   for first_column, columns in tiling.column_blocks:
     updated = [] if isinstance(destination, jax.ShapeDtypeStruct) else [destination]
-    slots = functools.partial(Slots.scratch_shapes, columns=columns, dtype=dtype)
+    # The interpreter cannot view a reference as another shape.
+    alignment = None if interpret else tiling.row_alignment
+    slots = functools.partial(
+      Slots.scratch_shapes, columns=columns, dtype=dtype, alignment=alignment
+    )
     destination = pl.pallas_call(
       functools.partial(
         _kernel,
@@ -172,6 +190,7 @@ def _kernel(
 ):
   del updated  # The same memory as `out`.
   tile_rows, block_rows, alignment = tiling.tile_rows, tiling.block_rows, tiling.row_alignment
+  landing, assembly, blank = all_slots = [s.as_rows() for s in (landing, assembly, blank)]
   as_words = {"block_rows": block_rows, "interpreted": interpreted}
   merge = functools.partial(tile_words.merge, **as_words)
   fill = functools.partial(tile_words.fill, **as_words)
@@ -286,12 +305,14 @@ def _kernel(
     pl.when(ends_inside)(lambda: read_edge(slot, tile_row, block_down(last), align_up(last)))
 
   def write_piece(state):
-    index, position, position_to_load, previous_tile, first = state
+    index, position, position_to_load, previous_tile, tiles_opened, first = state
     slot = rem(index, tiling.landing_slots)
     piece = piece_at(position)
     next_position = seek(position.run, piece.tile_row + piece.last)
     rows_owned = jnp.minimum(window_last - piece.tile_row, tile_rows)
-    first = jnp.where(piece.tile == previous_tile, first, piece.first)
+    is_first_piece = piece.tile != previous_tile
+    first = jnp.where(is_first_piece, piece.first, first)
+    tiles_opened += is_first_piece.astype(jnp.int32)
     load(piece, slot).wait()
     if is_new:
       store_blank_tiles(previous_tile + 1, piece.tile)
@@ -306,9 +327,10 @@ def _kernel(
 
     @pl.when(jnp.logical_not(is_ready))
     def _():
-      tile_slot = rem(piece.tile, tiling.assembly_slots)
+      # By turns, and not by tile number: groups in buckets may touch every other tile only.
+      tile_slot = rem(tiles_opened, tiling.assembly_slots)
 
-      @pl.when(piece.tile != previous_tile)
+      @pl.when(is_first_piece)
       def _():
         finish_store(assembly, tile_slot)
         open_tile(tile_slot, piece.tile_row)
@@ -327,23 +349,22 @@ def _kernel(
     free_slot = rem(index + LOADS_AHEAD, tiling.landing_slots)
     finish_store(landing, free_slot)
     position_to_load = load_next(position_to_load, free_slot)
-    return index + 1, next_position, position_to_load, piece.tile, first
+    return index + 1, next_position, position_to_load, piece.tile, tiles_opened, first
 
-  all_slots = (landing, assembly, blank)
   for slots in all_slots:
     for slot in range(slots.rows_leaving.shape[0]):
       slots.rows_leaving[slot] = 0
   if is_new:
-    pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
+    fill(blank.tiles.at[0], blank_word)
 
   start = seek(jnp.int32(0), row_of_tile(first_tile))
   position_to_load = start
   for slot in range(LOADS_AHEAD):
     position_to_load = load_next(position_to_load, slot)
-  *_, last_written_tile, _ = lax.while_loop(
+  *_, last_written_tile, _, _ = lax.while_loop(
     lambda state: state[1].row < last_row,
     write_piece,
-    (jnp.int32(0), start, position_to_load, first_tile - 1, jnp.int32(0)),
+    (jnp.int32(0), start, position_to_load, first_tile - 1, jnp.int32(0), jnp.int32(0)),
   )
   if is_new:
     store_blank_tiles(last_written_tile + 1, last_tile)

@@ -36,10 +36,7 @@ def compact(
   shape, dtype = stash.shape, stash.dtype
   destination = _to_kernel_layout(stash, shape[1], interpret)
   source = _to_kernel_layout(rows, shape[1], interpret)
-  occupied = runs.sizes > 0
-  first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
-  last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
-  window = jnp.stack([jnp.minimum(first, last), last, jnp.int32(0), jnp.int32(0)])
+  window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
   out = gather(source, destination, runs, window, tiling, interpret)
   return _from_kernel_layout(out, shape, dtype)
 
@@ -74,11 +71,24 @@ def expand(
   """
   source = _to_kernel_layout(stash, stash.shape[1], interpret)
   padded_rows = _round_up(total_rows, row_alignment(stash.dtype.itemsize))
-  fill = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
-  window = jnp.stack([jnp.int32(0), jnp.int32(padded_rows), _repeat_in_word(blank), fill])
+  first, last = jnp.int32(0), jnp.int32(padded_rows)
+  if fill is not None:
+    # What is left undefined is not shared among the cores either.
+    first_covered, last_covered = _rows_covered(runs)
+    first, last = jnp.where(fill, first, first_covered), jnp.where(fill, last, last_covered)
+  is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
+  window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
   shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
   out = gather(source, shape, runs, window, tiling, interpret)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)
+
+
+def _rows_covered(runs):
+  """Returns the first and last (exclusive) destination row of the runs; (0, 0) if there is none."""
+  occupied = runs.sizes > 0
+  first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
+  last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
+  return jnp.minimum(first, last), last
 
 
 def _round_up(x, multiple):

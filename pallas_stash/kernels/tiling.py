@@ -4,6 +4,7 @@ import dataclasses
 
 SUBLANES = 8
 LANES = 128
+VMEM_BYTES = 20 * 2**20  # Of a core's 64 MiB or more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,9 @@ def row_alignment(itemsize: int) -> int:
 def choose_tiling(width: int, itemsize: int) -> Tiling:
   """Returns the tiling for rows of `width` elements of `itemsize` bytes; `width % 128 == 0`.
 
-  Tiles are as large as 16 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
-  enough to hide their latency. Rows of more than 32 KiB are split by columns.
+  Tiles are as large as 20 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
+  enough to hide their latency, and that what rows at odd places read twice is little.
+  Rows of more than 32 KiB are split by columns.
   """
   columns = min(width, 32 * 1024 // itemsize)
   word_rows = 4 // itemsize
@@ -58,6 +60,6 @@ def choose_tiling(width: int, itemsize: int) -> Tiling:
     column_blocks=tuple((c, min(columns, width - c)) for c in range(0, width, columns)),
   )
   tiles = tiling.landing_slots + tiling.assembly_slots + 1
-  tile_bytes = (2**24 - tiling.vmem_bytes(itemsize)) // tiles
+  tile_bytes = (VMEM_BYTES - tiling.vmem_bytes(itemsize)) // tiles
   tile_rows = tile_bytes // (columns * itemsize) // 32 * 32
   return dataclasses.replace(tiling, tile_rows=min(tile_rows, 512))
