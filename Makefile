@@ -1,10 +1,14 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
+# `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
+BENCH_PYTHON ?= $(shell .ci/newest-python)
+BENCH_VENV ?= .venv-bench
+BENCH_RUN = $(BENCH_VENV)/bin/python
 
-.PHONY: demo fit test test-long lint clean
+.PHONY: demo fit bench bench-check test test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -12,7 +16,7 @@ demo: $(VENV)/ready
 fit: $(VENV)/ready
 	$(RUN) -m bench.fit $(FLAGS)
 
-test: $(VENV)/ready lint
+test: $(VENV)/ready lint bench-check
 	$(RUN) -m pytest -m "not long" -n 2 --dist worksteal
 
 test-long: $(VENV)/ready
@@ -22,6 +26,22 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
+bench: $(BENCH_VENV)/ready
+	$(BENCH_RUN) -m bench.kernels $(FLAGS)
+
+# Without a Python for it there is nothing to compare: said aloud, not a failure of the tests.
+bench-check:
+	@if $(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
+	  $(MAKE) --no-print-directory $(BENCH_VENV)/ready && $(BENCH_RUN) -m bench.kernels --check; \
+	else echo "bench-check NOT RUN: jax 0.12.0.1 needs Python 3.12 or newer, the newest here is $(BENCH_PYTHON)"; fi
+
+$(BENCH_VENV)/ready: pyproject.toml
+	@$(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "make bench needs Python 3.12 or newer (jax 0.12.0.1), the newest here is " + sys.version.split()[0])'
+	$(BENCH_PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_RUN) -m pip install --quiet --disable-pip-version-check 'jax[tpu]==0.12.0.1' absl-py matplotlib
+	$(BENCH_RUN) -m pip install --quiet --disable-pip-version-check --no-deps libtpu==0.0.52
+	touch $@
+
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
@@ -29,4 +49,4 @@ $(VENV)/ready: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(BENCH_VENV) build

@@ -1,0 +1,112 @@
+"""Compiles one case for a TPU that this host does not have; prints the compiler's cycle estimate.
+
+Run as `python -m bench.static JSON`, one case to a process, as the compiler aborts on some of them.
+It needs jax 0.12.0.1 and libtpu 0.0.52, whose estimator alone follows manual DMAs (`make bench`
+installs them).
+"""
+# ruff: noqa: E402  The environment must be set before jax is imported.
+
+import os
+import tempfile
+
+from bench.tpu_environment import ENVIRONMENT
+
+PROFILES = tempfile.mkdtemp()
+os.environ.update(ENVIRONMENT)
+os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={PROFILES}"
+
+import dataclasses
+import json
+import pathlib
+import re
+import sys
+from unittest import mock
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from bench import alternatives
+from bench.aot import TOPOLOGIES
+from bench.traffic import Layout, make_layout
+from pallas_stash.kernels import gather
+from pallas_stash.ragged import CopyRuns
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+  """A scalar-prefetch reference, which the estimator reads as 0, with values added to it."""
+
+  ref: object
+  value: object
+
+  def __getitem__(self, i):
+    return self.ref[i] + self.value(i)
+
+
+def assume(layout: Layout, kernel: str, total_rows: int):
+  """Returns the kernel of `gather` for runs that are known when it is compiled."""
+  ends = layout.wide_rows, layout.tight_rows
+  sources, destinations = ends if kernel == "compact" else ends[::-1]
+  last = layout.groups - 1
+  window = [destinations(0), destinations(last) + layout.sizes(last), 0, 0]
+  if kernel == "expand":
+    window = [0, total_rows, 0, 1]
+  # The last run is the one that ends every search.
+  until_end = lambda value, end: lambda i: jnp.where(i > last, end, value(i))
+  values = (
+    sources,
+    until_end(destinations, gather.NO_ROW),
+    until_end(layout.sizes, 1),
+    window.__getitem__,
+  )
+  real = gather._kernel
+  return lambda *refs, **static: real(*map(Assumed, refs[:4], values), *refs[4:], **static)
+
+
+def estimate(case: dict) -> int:
+  """Returns the cycles of a case of `bench.kernels`."""
+  topology = topologies.get_topology_desc(topology_name=TOPOLOGIES[case["chip"]], platform="tpu")
+  mesh = Mesh(np.array(topology.devices[:1]), ("chip",))
+  sharding = NamedSharding(mesh, PartitionSpec())
+  struct = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+  rows, total_rows, dtype = case["rows"], case["total_rows"], jnp.dtype(case["dtype"])
+  worst_case = struct((total_rows, case["width"]), dtype)
+  # Some alternatives write the worst case behind the start row.
+  stash = struct((total_rows + 64, case["width"]), dtype)
+  layout = make_layout(case["layout"], rows, total_rows, case["offset"])
+  if case["implementation"] == "pallas_stash":
+    runs = CopyRuns(*3 * [struct((layout.groups + 1,), jnp.int32)])
+    window = struct((4,), jnp.int32)
+    if case["kernel"] == "compact":
+      copy = lambda rows, stash, runs, window: gather.gather(rows, stash, runs, window)
+      args, donated = (worst_case, stash, runs, window), 1
+    else:
+      new = jax.ShapeDtypeStruct(worst_case.shape, dtype)
+      copy = lambda stash, runs, window: gather.gather(stash, new, runs, window)
+      args, donated = (stash, runs, window), ()
+  else:
+    copy = alternatives.ALTERNATIVES[case["implementation"]].make(rows, total_rows, case["kernel"])
+    row_numbers = struct((rows,), jnp.int32)
+    args, donated = (worst_case, stash, struct((), jnp.int32), row_numbers), 1
+    if case["kernel"] != "compact":
+      donated = 0
+  with (
+    jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    mock.patch.object(gather, "_kernel", assume(layout, case["kernel"], total_rows)),
+    # The scalars are to be arguments, in HBM: of those that XLA computes, and leaves in VMEM, the
+    # estimator of v5e says "Unsupported DMA direction".
+    mock.patch.object(jnp, "append", lambda runs, end: runs),
+  ):
+    jax.jit(copy, donate_argnums=donated).trace(*args).lower().compile()
+  texts = [path.read_text(errors="replace") for path in pathlib.Path(PROFILES).iterdir()]
+  cycles = [int(c) for text in texts for c in re.findall(r"estimated_cycles: (\d+)", text)[:1]]
+  if not cycles:
+    raise RuntimeError("The compiler wrote no estimate.")
+  return sum(cycles)
+
+
+if __name__ == "__main__":
+  print(json.dumps({"estimated_cycles": estimate(json.loads(sys.argv[1]))}))

@@ -1,0 +1,105 @@
+"""The rows that a benchmark copies, and what the kernel moves for them by its own plan.
+
+`tests/test_bench_kernels.py` counts the DMAs of interpreted kernels and compares.
+"""
+
+import dataclasses
+
+from pallas_stash.kernels.tiling import Tiling
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Groups in a worst-case buffer, by arithmetic: the rows of group `i` may be traced.
+
+  Attributes:
+    groups: number of groups.
+    size: rows of a group on average.
+    stride: rows from the start of a group to that of the next.
+    first: row where the first group starts.
+    uneven: rows that every other group is larger, and those between are smaller.
+    start: row of the other buffer, where they are tight, that the first group starts at.
+  """
+
+  groups: int
+  size: int
+  stride: int
+  first: int
+  uneven: int
+  start: int
+
+  @property
+  def rows(self):
+    return self.groups * self.size
+
+  def sizes(self, i):
+    return self.size + self.uneven * (2 * (i & 1) - 1)
+
+  def wide_rows(self, i):
+    return self.first + i * self.stride
+
+  def tight_rows(self, i):
+    return self.start + i * self.size - self.uneven * (i & 1)
+
+
+def make_layout(name: str, rows: int, total_rows: int, start: int) -> Layout:
+  """Returns a layout of `rows` rows in a buffer of `total_rows`, tight from row `start` on.
+
+  Args:
+    name: "prefix"; "run", one group in the middle; "buckets-N" and "ragged-N" for N groups, the
+      latter of different sizes and from odd rows.
+  """
+  name, _, groups = name.partition("-")
+  groups = int(groups or 1)
+  size, stride = rows // groups, total_rows // groups
+  gap = stride - size
+  first = {"prefix": 0, "run": gap // 2 // 8 * 8 + start % 8, "buckets": 0, "ragged": gap // 2 | 1}
+  uneven = min(gap // 4, size // 4) | 1 if name == "ragged" and gap else 0
+  return Layout(groups, size, stride, min(first[name], gap), uneven, start)
+
+
+def dma_rows(layout: Layout, kernel: str, total_rows: int, tiling: Tiling) -> tuple[int, int]:
+  """Returns the rows that compact, expand or expand_undefined reads and writes in HBM."""
+  align, block, tile_rows = tiling.row_alignment, tiling.block_rows, tiling.tile_rows
+  down, up = lambda row, of=align: row // of * of, lambda row, of=align: -(-row // of) * of
+  ends = layout.wide_rows, layout.tight_rows
+  sources, destinations = ends if kernel == "compact" else ends[::-1]
+  groups = range(layout.groups)
+  window_first = destinations(0)
+  window_last = destinations(groups[-1]) + layout.sizes(groups[-1])
+  is_filled = kernel == "expand"
+  if is_filled:
+    window_first, window_last = 0, up(total_rows)
+
+  pieces = {}  # of each tile: (first, last, source row)
+  for group in groups:
+    row, end = destinations(group), destinations(group) + layout.sizes(group)
+    while row < end:
+      tile = (row - down(window_first)) // tile_rows
+      tile_row = down(window_first) + tile * tile_rows
+      last = min(end - tile_row, tile_rows)
+      source = sources(group) + row - destinations(group)
+      pieces.setdefault(tile, []).append((row - tile_row, last, source))
+      row = tile_row + last
+
+  read = written = 0
+  for tile, in_tile in pieces.items():
+    tile_row = down(window_first) + tile * tile_rows
+    owned = window_last - tile_row
+    read += sum(up(source + last - first) - down(source) for first, last, source in in_tile)
+    (first, last, source), (_, end, _) = in_tile[0], in_tile[-1]
+    is_whole = first == 0 and last == min(owned, tile_rows)
+    if is_whole and source % align == last % align == 0:
+      written += last
+      continue
+    if kernel == "compact":
+      read += min(block, up(owned)) if tile_row < window_first else 0
+      read += up(owned) - down(owned, block) if owned < tile_rows and owned % align else 0
+    written += up(min(owned, tile_rows)) if is_filled else up(end) - down(first, block)
+  if is_filled:
+    written += sum(
+      min(tile_rows, window_last - tile * tile_rows)
+      for tile in range(-(-window_last // tile_rows))
+      if tile not in pieces
+    )
+  return read, written
