@@ -33,6 +33,7 @@ def plot(rows: list[dict], layers: int, limit: int, title: str) -> Figure:
     xytext=(4, 4),
     textcoords="offset points",
     color=LIMIT,
+    bbox=dict(boxstyle="square,pad=0.2", fc="white", ec="none", alpha=0.8),
   )
   axes.set_xticks(places, [row["way"] for row in rows])
   for residuals in choices:

@@ -181,9 +181,10 @@ def compile_step(step):
       needed_bytes: of HBM, or else of host memory, if it does not fit.
       stash_copies: instructions that make another array of the shape of a stash buffer.
       flops: of matmuls, where no layer is recomputed for want of room.
-      trace_seconds, compile_seconds.
+      trace_seconds, compile_seconds: wall time.
+      cpu_seconds: of this process, for both, which other processes disturb less.
   """
-  start = time.perf_counter()
+  start, cpu_start = time.perf_counter(), time.process_time()
   fun, args, buffers = build(step)
   lowered = jax.jit(fun).lower(*args)
   traced = time.perf_counter()
@@ -198,6 +199,7 @@ def compile_step(step):
   except jax.errors.JaxRuntimeError as error:
     return row | {"fits": False} | _refusal(str(error), weight_bytes)
   row["compile_seconds"] = time.perf_counter() - traced
+  row["cpu_seconds"] = time.process_time() - cpu_start
   program = aot.Program(compiled)
   host_bytes = program.memory.host_temp_size_in_bytes
   return row | {
