@@ -176,6 +176,7 @@ def compile_step(step):
       fits: whether the compiler takes it.
       weight_bytes: of the weights and their gradients.
       stash_bytes: of the rows that there is room for; those of perfect balance, unless asked.
+      layer_bytes: of one layer's residuals at worst-case size.
       peak_bytes: of HBM, those included. When offloading, the compiler's peak is not of HBM alone.
       host_bytes: of host memory.
       needed_bytes: of HBM, or else of host memory, if it does not fit.
@@ -191,6 +192,7 @@ def compile_step(step):
   # The arguments, and gradients like all of them but the tokens.
   weight_bytes = 2 * sum(map(_device_bytes, jax.tree.leaves(args[0])))
   row = {"weight_bytes": weight_bytes, "stash_bytes": step.stash_bytes}
+  row["layer_bytes"] = step.worst_case_bytes // step.size.layers
   row["trace_seconds"] = traced - start
   unknown = ("peak_bytes", "host_bytes", "needed_bytes", "stash_copies", "flops")
   row |= dict.fromkeys((*unknown, "compile_seconds"))
