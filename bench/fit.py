@@ -46,6 +46,20 @@ SIZES = {
   for field in dataclasses.fields(ModelSize)
 }
 
+OTHER_WAYS = set(fit_step.WAYS) - {"remat"}
+NAMES = {"mlpwi_0", "mlpwi_1", "mlpwo"}
+flags.register_validator(
+  TOPOLOGY, lambda name: name.partition(":")[0] in aot.HBM_GIB, f"must be of {list(aot.HBM_GIB)}"
+)
+flags.register_validator(
+  WAYS, lambda ways: set(ways) <= OTHER_WAYS, f"must be of {sorted(OTHER_WAYS)}"
+)
+flags.register_validator(
+  RESIDUALS,
+  lambda choices: all(set(choice.split("+")) <= NAMES for choice in choices),
+  f"must be of {sorted(NAMES)}, joined by +",
+)
+
 KEYS = (
   *("model", "topology", "layers", "residuals", "way", "fits", "peak_bytes", "host_bytes"),
   *("needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),

@@ -118,6 +118,19 @@ def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, re
   fit_plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
 
 
+@pytest.mark.parametrize(
+  "flag, value, message",
+  [
+    ("topology", "v4:2x2x1", "must be of .'v5e', 'v5p'"),
+    ("ways", ["stash", "swap"], "must be of .'draft', 'offload', 'save', 'stash'"),
+    ("residuals", ["mlpwo+mlp"], "must be of .'mlpwi_0', 'mlpwi_1', 'mlpwo'., joined by"),
+  ],
+)
+def test_flags_are_checked(parsed_flags, flag, value, message):
+  with pytest.raises(flags.IllegalFlagValueError, match=message):
+    setattr(parsed_flags, flag, value)
+
+
 def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
   parsed_flags.topology = "v5p:of no such shape"
   row = fit.compile_row(fit.step_of(SMALL, "stash", "mlpwo"))
