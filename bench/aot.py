@@ -18,12 +18,6 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "
 # GiB of a device that a program may use, as the compiler's own out-of-memory error states them.
 HBM_GIB = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 
-
-def hbm_bytes(topology):
-  """Bytes of a device of a topology, such as "v5p:8x8x4", that a program may use."""
-  return int(HBM_GIB[topology.partition(":")[0]] * 2**30)
-
-
 REPLICATED = PartitionSpec()
 
 # What names a buffer that is there, or gives it its first contents.
@@ -31,6 +25,11 @@ _NOT_A_COPY = {
   *("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast"),
   *("while", "conditional", "call", "optimization-barrier"),
 }
+
+
+def hbm_bytes(topology):
+  """Bytes of a device of a topology, such as "v5p:8x8x4", that a program may use."""
+  return int(HBM_GIB[topology.partition(":")[0]] * 2**30)
 
 
 @functools.cache
