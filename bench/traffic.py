@@ -5,6 +5,7 @@
 
 import dataclasses
 
+from pallas_stash.kernels.gather import CORES
 from pallas_stash.kernels.tiling import Tiling
 
 
@@ -83,10 +84,18 @@ def dma_rows(layout: Layout, kernel: str, total_rows: int, tiling: Tiling) -> tu
       row = tile_row + last
 
   read = written = 0
+  tiles = -(-(window_last - down(window_first)) // tile_rows)
+  share = -(-tiles // CORES)
+  landed, core = None, 0
   for tile, in_tile in pieces.items():
     tile_row = down(window_first) + tile * tile_rows
     owned = window_last - tile_row
-    read += sum(up(source + last - first) - down(source) for first, last, source in in_tile)
+    if tile // share != core:
+      landed, core = None, tile // share
+    for first, last, source in in_tile:
+      # The block that it shares with the piece before it is there.
+      read += up(source + last - first) - (up(source) if source == landed else down(source))
+      landed = source + last - first
     (first, last, source), (_, end, _) = in_tile[0], in_tile[-1]
     is_whole = first == 0 and last == min(owned, tile_rows)
     if is_whole and source % align == last % align == 0:

@@ -8,11 +8,11 @@ share of the tiles:
                           \\_________ a whole aligned tile needs neither __________/
 
 HBM moves in blocks of `row_alignment` rows, whatever the row numbers: a piece is loaded with up to
-a block too much at either end. In VMEM the landed rows are shifted to where they belong and merged
-into the tile (`tile_words`). Compact owns only the window of rows that its runs cover; what else
-lies in the first and last block is read first and written back as it was. Expand owns every row,
-and fills those that no run covers with a blank word, or leaves them undefined: then it stores no
-tile without a piece.
+a block too much at either end, but for a block that the piece before it has brought already. In
+VMEM the landed rows are shifted to where they belong and merged into the tile (`tile_words`).
+Compact owns only the window of rows that its runs cover; what else lies in the first and last block
+is read first and written back as it was. Expand owns every row, and fills those that no run covers
+with a blank word, or leaves them undefined: then it stores no tile without a piece.
 """
 
 import functools
@@ -74,10 +74,18 @@ class Slots(NamedTuple):
 
 
 class Position(NamedTuple):
-  """The next row to write: row `row` of the destination, which is in run `run`."""
+  """Where the next piece starts, all int32[].
+
+  Attributes:
+    run, row: row `row` of the destination, which is in run `run`.
+    landed: the source row behind those of the piece before; -1 for the first piece of a core.
+    landed_at: where the block of that row is in the landing slot of the piece before.
+  """
 
   run: jax.Array
   row: jax.Array
+  landed: jax.Array
+  landed_at: jax.Array
 
 
 class Piece(NamedTuple):
@@ -88,8 +96,10 @@ class Piece(NamedTuple):
     tile_row: destination row where the tile starts.
     first, last: rows of the piece within the tile, [first, last).
     source_row: source row of row `first`.
-    load_row, load_rows: the aligned source rows around it, to be loaded.
-    landing_row: where the load goes in the landing slot, a multiple of `block_rows`.
+    is_continued: whether the block of `source_row` landed with the piece before, to be copied.
+    load_row, load_rows: the other aligned source rows around the piece, to be loaded.
+    landing_row: where the block of `source_row` is in the landing slot, a multiple of `block_rows`.
+    load_to: where the load goes in the landing slot, a multiple of `row_alignment`.
     shift: row `i` of the tile is row `i + shift` of the landing slot, `0 <= shift < block_rows`.
   """
 
@@ -98,9 +108,11 @@ class Piece(NamedTuple):
   first: jax.Array
   last: jax.Array
   source_row: jax.Array
+  is_continued: jax.Array
   load_row: jax.Array
   load_rows: jax.Array
   landing_row: jax.Array
+  load_to: jax.Array
   shift: jax.Array
 
 
@@ -209,23 +221,24 @@ def _kernel(
   last_tile = jnp.minimum(first_tile + share, tiles)
   last_row = jnp.minimum(row_of_tile(last_tile), window_last)
 
-  def seek(run, row):
+  def seek(run, row, landed, landed_at):
     """Returns the position of the first row at or after `row` that is in run `run` or later."""
     is_before = lambda run: (sizes[run] == 0) | (destinations[run] + sizes[run] <= row)
     run = lax.while_loop(is_before, lambda run: run + 1, run)
-    return Position(run, jnp.maximum(destinations[run], row))
+    return Position(run, jnp.maximum(destinations[run], row), landed, landed_at)
 
   def piece_at(position):
-    run, row = position
+    run, row, landed, _ = position
     tile = div(row - tiles_row, tile_rows)
     tile_row = row_of_tile(tile)
     first = row - tile_row
     last = jnp.minimum(destinations[run] + sizes[run] - tile_row, tile_rows)
     source_row = sources[run] + row - destinations[run]
-    load_row = align_down(source_row)
-    load_rows = align_up(source_row + last - first) - load_row
+    source_block = align_down(source_row)
+    is_continued = (source_row == landed) & (source_row != source_block)
+    there = jnp.where(is_continued, alignment, 0)
     landing_row = block_down(first)
-    shift = (source_row - load_row) - (first - landing_row)
+    shift = (source_row - source_block) - (first - landing_row)
     behind = jnp.where(shift < 0, block_rows, 0)
     return Piece(
       tile=tile,
@@ -233,16 +246,19 @@ def _kernel(
       first=first,
       last=last,
       source_row=source_row,
-      load_row=load_row,
-      load_rows=pl.multiple_of(load_rows, alignment),
+      is_continued=is_continued,
+      load_row=pl.multiple_of(source_block + there, alignment),
+      load_rows=align_up(source_row + last - first) - source_block - there,
       landing_row=pl.multiple_of(landing_row + behind, block_rows),
+      load_to=pl.multiple_of(landing_row + behind + there, alignment),
       shift=shift + behind,
     )
 
   def load(piece, slot):
+    rows = pl.multiple_of(piece.load_rows, alignment)
     return pltpu.make_async_copy(
-      source.at[pl.ds(piece.load_row, piece.load_rows), columns],
-      landing.tiles.at[slot, pl.ds(piece.landing_row, piece.load_rows)],
+      source.at[pl.ds(piece.load_row, rows), columns],
+      landing.tiles.at[slot, pl.ds(piece.load_to, rows)],
       landing.loads.at[slot],
     )
 
@@ -250,8 +266,14 @@ def _kernel(
     """Starts the load of the piece at `position`, if there is one; returns the next position."""
     piece = piece_at(position)
     there_is_one = position.row < last_row
-    pl.when(there_is_one)(lambda: load(piece, slot).start())
-    return seek(position.run, jnp.where(there_is_one, piece.tile_row + piece.last, position.row))
+    pl.when(there_is_one & (piece.load_rows > 0))(lambda: load(piece, slot).start())
+    return position_behind(piece, position, there_is_one)
+
+  def position_behind(piece, position, there_is_one=True):
+    end = piece.source_row + piece.last - piece.first
+    landed_at = piece.landing_row + align_down(end) - align_down(piece.source_row)
+    row = jnp.where(there_is_one, piece.tile_row + piece.last, position.row)
+    return seek(position.run, row, end, landed_at)
 
   def store(slots, slot, tile_row, first, last):
     tile = slot if slots.tiles.shape[0] > 1 else 0
@@ -308,12 +330,20 @@ def _kernel(
     index, position, position_to_load, previous_tile, tiles_opened, first = state
     slot = rem(index, tiling.landing_slots)
     piece = piece_at(position)
-    next_position = seek(position.run, piece.tile_row + piece.last)
+    next_position = position_behind(piece, position)
     rows_owned = jnp.minimum(window_last - piece.tile_row, tile_rows)
     is_first_piece = piece.tile != previous_tile
     first = jnp.where(is_first_piece, piece.first, first)
     tiles_opened += is_first_piece.astype(jnp.int32)
-    load(piece, slot).wait()
+    pl.when(piece.load_rows > 0)(lambda: load(piece, slot).wait())
+
+    @pl.when(piece.is_continued)
+    def _():
+      # Two slots before the one that is loaded next: what landed there is still there.
+      previous = landing.tiles.at[rem(index + tiling.landing_slots - 1, tiling.landing_slots)]
+      shared = previous[pl.ds(pl.multiple_of(position.landed_at, alignment), alignment)]
+      landing.tiles[slot, pl.ds(piece.landing_row, alignment)] = shared
+
     if is_new:
       store_blank_tiles(previous_tile + 1, piece.tile)
 
@@ -357,7 +387,7 @@ def _kernel(
   if is_new:
     fill(blank.tiles.at[0], blank_word)
 
-  start = seek(jnp.int32(0), row_of_tile(first_tile))
+  start = seek(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0))
   position_to_load = start
   for slot in range(LOADS_AHEAD):
     position_to_load = load_next(position_to_load, slot)
