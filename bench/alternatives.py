@@ -17,16 +17,18 @@ class Alternative(NamedTuple):
 
   Attributes:
     rows_moved: `(rows, total_rows)` to the rows that it reads, and as many that it writes.
+    is_pallas: whether it is a Pallas TPU kernel.
     make: `(rows, total_rows, kernel)` to a function `(worst_case, stash, start, row_numbers)` that
       returns the stash with the rows for "compact", and the worst case with them for "expand".
   """
 
   rows_moved: Callable[[int, int], int]
   make: Callable[[int, int, str], Any]
+  is_pallas: bool = False
 
 
-def _slices(count):
-  """A `lax.dynamic_update_slice` of `count(rows, total_rows)` rows."""
+def slices(count):
+  """A maker of a `lax.dynamic_update_slice` of `count(rows, total_rows)` rows."""
 
   def make(rows, total_rows, kernel):
     static_rows = count(rows, total_rows)
@@ -110,8 +112,8 @@ def _dma_body(total_rows):
 
 _whole = lambda rows, total_rows: total_rows
 ALTERNATIVES = {
-  "dus_chunk": Alternative(_chunk_rows, _slices(_chunk_rows)),
-  "dus_worst_case": Alternative(_whole, _slices(_whole)),
+  "dus_chunk": Alternative(_chunk_rows, slices(_chunk_rows)),
+  "dus_worst_case": Alternative(_whole, slices(_whole)),
   "take_scatter": Alternative(lambda rows, total_rows: rows, _gather),
   "grid_copy": Alternative(
     _whole,
@@ -121,11 +123,13 @@ ALTERNATIVES = {
       lambda width: pl.BlockSpec((TILE_ROWS, width), lambda i: (i, 0)),
       "grid_copy",
     ),
+    is_pallas=True,
   ),
   "hbm_dma": Alternative(
     _whole,
     _kernel_call(
       _dma_body, lambda total_rows: (1,), lambda width: pl.BlockSpec(memory_space=pl.ANY), "hbm_dma"
     ),
+    is_pallas=True,
   ),
 }

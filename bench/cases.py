@@ -1,0 +1,100 @@
+"""The cases of the kernel benchmark, and the floor that memory bandwidth puts under each."""
+
+import jax.numpy as jnp
+
+from bench.alternatives import ALTERNATIVES
+
+# Of one JAX device: bytes a second, as https://cloud.google.com/tpu/docs states them a chip (a
+# tpu7x chip is two devices), and cycles a second, commonly quoted and not published as such.
+BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "tpu7x": 7370e9 / 2}
+CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 1.9e9}
+
+# Worst-case rows and width: DeepSeek-V3, its narrow activations, Mixtral, Qwen3-235B.
+SHAPES = {
+  "DeepSeek-V3": (262_144, 7168),
+  "DeepSeek-V3 ffn": (262_144, 2048),
+  "Mixtral": (65_536, 4096),
+  "Qwen3-235B": (262_144, 4096),
+}
+OURS = "pallas_stash"
+KERNELS = "compact", "expand", "expand_undefined"
+LAYOUTS = "prefix", "run", "buckets-8", "buckets-256", "ragged-8", "ragged-256"
+DTYPES = "bfloat16", "float32", "float8_e4m3fn", "int8"
+OCCUPANCIES = 0.05, 0.25, 0.5, 1.0
+# Rows of a worst case whose copies by XLA the compiler estimates in time.
+FEW_ROWS = 8192
+
+
+def make_case(chip, kernel, layout="prefix", occupancy=0.25, shape=(262_144, 7168), **options):
+  """Returns a case; `rows` are those that are copied."""
+  total_rows, width = shape
+  rows = int(total_rows * occupancy) // 256 * 256
+  case = {"chip": chip, "kernel": kernel, "implementation": OURS, "layout": layout}
+  case |= {"occupancy": occupancy, "width": width, "dtype": "bfloat16", "rows": rows, "offset": 0}
+  return case | {"total_rows": total_rows} | options
+
+
+def floor_cycles(chip, bytes_moved):
+  return bytes_moved / BANDWIDTH[chip] * CLOCK[chip]
+
+
+def comparison_cases(chip):
+  """The kernels beside every alternative, on the same work."""
+  for kernel in "compact", "expand":
+    for implementation in OURS, *ALTERNATIVES:
+      yield make_case(chip, kernel, implementation=implementation, shape=(FEW_ROWS, 7168))
+
+
+def default_cases():
+  """One thing at a time changed from 25% of DeepSeek-V3, and the comparison with alternatives."""
+  others = [
+    *({"shape": shape} for shape in list(SHAPES.values())[1:]),
+    *({"occupancy": occupancy} for occupancy in OCCUPANCIES if occupancy != 0.25),
+    *({"layout": layout, "offset": 5 if layout == "run" else 0} for layout in LAYOUTS[1:]),
+    *({"dtype": dtype} for dtype in DTYPES[1:]),
+    {"offset": 5},
+  ]
+  for chip in BANDWIDTH:
+    yield from comparison_cases(chip)
+    for kernel in KERNELS:
+      yield make_case(chip, kernel)
+      for other in others:
+        yield make_case(chip, kernel, **other)
+
+
+def full_cases():
+  """The whole matrix."""
+  for chip in BANDWIDTH:
+    for kernel in KERNELS:
+      for shape in SHAPES.values():
+        for occupancy in OCCUPANCIES:
+          for layout in LAYOUTS:
+            for dtype in DTYPES:
+              for offset in 0, 5:
+                options = {"shape": shape, "dtype": dtype, "offset": offset}
+                yield make_case(chip, kernel, layout, occupancy, **options)
+    yield from comparison_cases(chip)
+
+
+def check_cases():
+  """At 8192 rows of 7168 bfloat16: groups of 64 rows and the prefix that they are compared with."""
+  for chip in BANDWIDTH:
+    for kernel in "compact", "expand_undefined":
+      for layout, offset in ("prefix", 0), ("ragged-128", 3):
+        yield make_case(chip, kernel, layout, shape=(32_768, 7168), offset=offset)
+
+
+def sweep_cases():
+  """Layouts, offsets, dtypes and widths beside the prefix of the same rows; groups of 64 and up."""
+  groups = "run", "buckets-8", "buckets-128", "ragged-8", "ragged-128"
+  layouts = [("prefix", 0), ("prefix", 5), ("buckets-128", 0), *((name, 5) for name in groups)]
+  for dtype, width in ("bfloat16", 7168), *((dtype, 2048) for dtype in DTYPES):
+    for chip in BANDWIDTH:
+      for kernel in KERNELS:
+        for layout, offset in layouts:
+          options = {"shape": (32_768, width), "dtype": dtype, "offset": offset}
+          yield make_case(chip, kernel, layout, **options)
+
+
+def itemsize(case):
+  return jnp.dtype(case["dtype"]).itemsize
