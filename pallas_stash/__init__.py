@@ -2,6 +2,7 @@
 
 from pallas_stash import sizing
 from pallas_stash.checkpoint import checkpoint
+from pallas_stash.debugging import debug
 from pallas_stash.gmm import gmm
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
   "checkpoint",
+  "debug",
   "dynamic_slice",
   "dynamic_update_slice",
   "gmm",
