@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import os
 import subprocess
 import sys
@@ -210,18 +209,16 @@ def test_devices_are_checked_one_by_one(check_vma, capsys):
   with ps.debug():
     gradient = jax.jit(jax.grad(total))(*args)
     jax.effects_barrier()
-  assert not is_any_nan(gradient[0]) and np.isnan(gradient[1][0]).all()
+  np.testing.assert_allclose(gradient[0], gradient_of_loss(*arguments()), rtol=1e-5, atol=1e-5)
+  assert np.isnan(gradient[1][0]).all()
   assert capsys.readouterr().out.count("pallas_stash:") == 1
 
 
-MODELS = [
-  pytest.param(*case, marks=() if case == ("outside", True, "bfloat16") else pytest.mark.long)
-  for case in itertools.product(("inside", "outside"), (True, False), ("float32", "bfloat16"))
-]
-
-
+@pytest.mark.long
 @needs_devices(2)
-@pytest.mark.parametrize("structure, check_vma, dtype", MODELS)
+@pytest.mark.parametrize("structure", ["inside", "outside"])
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_of_a_model_are_the_same(structure, check_vma, dtype):
   config = dataclasses.replace(moe_training.CONFIG, dtype=jnp.dtype(dtype))
   args = config, 2, structure
