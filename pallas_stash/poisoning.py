@@ -138,6 +138,8 @@ class _Run:
     may_be_undefined = _may_be_undefined(equation)
     gets_rows = not any(map(self.is_of_rows, values)) or primitive.name in _MOVING
     made_of = tuple(dict.fromkeys(i for _, parts in operands for i in parts))
+    if primitive == primitives.dot_general_p:
+      made_of = ()
     if primitive == primitives.name_p:
       for intermediate in made_of:
         intermediate.name = intermediate.name or equation.params["name"]
