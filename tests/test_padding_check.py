@@ -104,6 +104,8 @@ def test_nan_in_padding_times_zero():
   report = depends(fun, X, W, WO)
   assert (report.intermediate, report.cause) == ("mlpwi_0", "NaN")
   assert report.result == "the gradient of argument[2]"
+  # The cotangent meets what was recomputed.
+  assert depends(jax.checkpoint(fun), X, W, WO).intermediate == "mlpwi_0"
   # An ordinary matmul of finite rows is finite: zero times that is zero.
   finite = lambda rows, w, wo: mask(jnp.tanh(rows @ w[0]) @ wo[0])
   assert_independent(finite, X, W, WO)
@@ -116,7 +118,8 @@ def test_nan_in_padding_times_zero():
 )
 def test_rows_of_real_tokens_in_padding(get_rows):
   """Padding of what is gathered holds real tokens, of any number: here it counts them."""
-  report = depends(lambda tokens, w: jnp.tanh(get_rows(tokens) @ w[0]).mean(0), TOKEN_ROWS, W)
+  product = lambda tokens, w: checkpoint_name(get_rows(tokens) @ w[0], "product")
+  report = depends(lambda *args: jnp.tanh(product(*args)).mean(0), TOKEN_ROWS, W)
   assert report.result == "result" and "float32[64, 8]" in report.intermediate
   report = depends(
     lambda t, w: checkpoint_name(2 * get_rows(t), "rows").sum(0) @ w[0], TOKEN_ROWS, W
@@ -128,8 +131,8 @@ def test_tokens_that_have_as_many_rows_by_coincidence():
   """What has `total_rows` rows and is not ragged comes back from the stash without its end."""
 
   def fun(tokens, w):
-    hidden = checkpoint_name(jnp.tanh(tokens.reshape(ROWS, WIDTH) @ w[0]), "token_states")
-    return mask(hidden[ROW_TOKENS]), hidden.sum()
+    hidden = checkpoint_name(jnp.tanh(tokens.reshape(ROWS, WIDTH)), "token_states")
+    return mask(hidden[ROW_TOKENS]), (hidden @ w[0]).sum()
 
   report = depends(fun, normal(4, ROWS // 2, 2 * WIDTH), W, policy=SAVE("token_states"))
   assert (report.intermediate, report.result) == ("token_states", "result[1]")
@@ -178,6 +181,14 @@ def mlp(rows, w):
   return mask(jax.nn.gelu(normed @ w[0])).sum(0)
 
 
+def gap_to_the_largest(rows, w):
+  return mask(jnp.log1p(rows.max(1, keepdims=True) - rows) @ w[0])
+
+
+def positive_rows(rows, w):
+  return mask((rows * jnp.sqrt(jnp.exp(TOKEN_ROWS)[ROW_TOKENS])) @ w[0])
+
+
 def zero_padding_is_relied_on(rows, w):
   hidden = jnp.tanh(mask(rows) @ w[0])
   return (hidden @ w[1].T).sum(0), hidden.max() - hidden.min()
@@ -191,9 +202,13 @@ def rows_out(rows, w):
   return jnp.sin(rows @ w[0])  # What its caller makes of padding is the caller's business.
 
 
-@pytest.mark.parametrize(
-  "fun", [masked_mean, segment_sum, mlp, zero_padding_is_relied_on, masked_softmax, rows_out]
-)
+RIGHT = [
+  *(masked_mean, segment_sum, mlp, gap_to_the_largest, positive_rows),
+  *(zero_padding_is_relied_on, masked_softmax, rows_out),
+]
+
+
+@pytest.mark.parametrize("fun", RIGHT)
 def test_right_code(fun):
   assert_independent(fun, X, W)
 
