@@ -2,7 +2,9 @@
 
 from pallas_stash import sizing
 from pallas_stash.checkpoint import checkpoint
+from pallas_stash.debugging import debug
 from pallas_stash.gmm import gmm
+from pallas_stash.padding_check import check_padding, PaddingReport
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
 from pallas_stash.stash import seal, Slot, SLOT_NAME, Stash, StashStats
@@ -10,10 +12,13 @@ from pallas_stash.stash import seal, Slot, SLOT_NAME, Stash, StashStats
 __version__ = "0.1.0"
 
 __all__ = [
+  "check_padding",
   "checkpoint",
+  "debug",
   "dynamic_slice",
   "dynamic_update_slice",
   "gmm",
+  "PaddingReport",
   "RaggedRows",
   "seal",
   "sizing",

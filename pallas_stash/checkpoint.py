@@ -66,7 +66,7 @@ def checkpoint(
 
   def row_residuals(ragged, *args, specs=None):
     _, vjp = jax.vjp(saving, *args)
-    return _split(vjp, ragged, args, specs)[0]
+    return split_residuals(vjp, ragged, args, specs)[0]
 
   @jax.custom_vjp
   def stashed(stash, ragged, *args):
@@ -75,7 +75,7 @@ def checkpoint(
 
   def forward(stash, ragged, *args):
     out, vjp = jax.vjp(saving, *args)
-    rows, rebuild = _split(vjp, ragged, args, stash.residuals)
+    rows, rebuild = split_residuals(vjp, ragged, args, stash.residuals)
     stash, slot = stash.push(rows, ragged, axis_name=axis_name, implementation=implementation)
     return (out, stash), (rebuild, name_slot(slot), ragged, args)
 
@@ -103,13 +103,13 @@ def checkpoint(
   def f(stash, ragged, *args):
     if not isinstance(stash, Stash):
       raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
-    _check_ragged(ragged)
-    _refuse_closed_over_tracers(fun, args)
+    check_ragged(ragged)
+    refuse_closed_over_tracers(fun, args)
     return stashed(*vary_alike(stash, ragged, *args))
 
   def residuals(ragged, *args):
     """Returns a `jax.ShapeDtypeStruct(row_shape, dtype)` for each residual to stash."""
-    _check_ragged(ragged)
+    check_ragged(ragged)
     trace = lambda ragged, *args: row_residuals(*vary_alike(ragged, *args))
     rows = jax.eval_shape(trace, ragged, *args)
     return [
@@ -121,7 +121,7 @@ def checkpoint(
   return f
 
 
-def _split(vjp, ragged, args, specs):
+def split_residuals(vjp, ragged, args, specs):
   """Takes the rows to stash out of a vjp function.
 
   Args:
@@ -142,7 +142,7 @@ def _split(vjp, ragged, args, specs):
     is_argument = [leaf is argument for argument in arguments]
     if any(is_argument):
       sources.append(("argument", is_argument.index(True)))
-    elif _is_row_shaped(leaf, ragged.total_rows):
+    elif is_row_shaped(leaf, ragged.total_rows):
       sources.append(("row", len(rows)))
       rows.append(leaf)
     else:
@@ -166,17 +166,17 @@ def _split(vjp, ragged, args, specs):
   return rows, jax.tree_util.Partial(join, kept)
 
 
-def _is_row_shaped(leaf, total_rows):
+def is_row_shaped(leaf, total_rows):
   is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
   return is_floating and leaf.ndim >= 2 and leaf.shape[0] == total_rows
 
 
-def _check_ragged(ragged):
+def check_ragged(ragged):
   if not isinstance(ragged, RaggedRows):
     raise ValueError(f"The argument before those of the function, {ragged!r}, must be RaggedRows.")
 
 
-def _refuse_closed_over_tracers(fun, args):
+def refuse_closed_over_tracers(fun, args):
   """Raises unless everything traced that `fun` uses comes in through its arguments.
 
   The backward pass runs `fun` again, where the values that it closed over no longer exist.

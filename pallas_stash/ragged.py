@@ -105,6 +105,13 @@ class RaggedRows:
     starts, sizes = starts[order], sizes[order]
     return in_range & jnp.all((starts[:-1] + sizes[:-1] <= starts[1:]) | (sizes[1:] == 0))
 
+  def is_in_group(self) -> jax.Array:
+    """Returns bool[total_rows]: whether each row is in a group. None is where it is not valid."""
+    starts, sizes = self._segments()
+    # Groups are disjoint: as many have started as have ended at a row of padding.
+    started = jnp.zeros((self.total_rows + 1,), jnp.int32).at[starts].add(1)
+    return jnp.cumsum(started.at[starts + sizes].add(-1))[:-1] > 0
+
   def compact_runs(self, start, stash_rows: int) -> CopyRuns:
     """Returns the runs that copy the groups, tight and in order, to stash row `start` onwards.
 

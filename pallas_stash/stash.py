@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from pallas_stash import kernels
+from pallas_stash import debugging, kernels
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
 from pallas_stash.ragged import RaggedRows
@@ -32,10 +32,13 @@ class Slot(NamedTuple):
   Attributes:
     start: int32[shards], first row in the stash; -1 where the rows were not stored.
     rows: int32[shards], rows pushed, stored or not; 0 for groups that were invalid.
+    checksum: uint32[shards, residuals], of the rows that were pushed in the mode of
+      `pallas_stash.debug`; None without it.
   """
 
   start: jax.Array
   rows: jax.Array
+  checksum: jax.Array | None = None
 
   def is_stored(self) -> jax.Array:
     """Returns bool[shards]."""
@@ -150,6 +153,8 @@ class Stash:
     buffers = tuple(
       lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
+    if debugging.is_debugging():
+      buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
     zeros = lambda dtype=jnp.int32: jnp.zeros((num_shards,), dtype)
     counters = _Counters(*(zeros() for _ in _Counters._fields))
@@ -191,6 +196,11 @@ class Stash:
     order = match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
     self, values = first_order_only((self, values))
     self, values, ragged = vary_alike(self, values, ragged)
+    checksum = None
+    if debugging.is_debugging():
+      # XLA may compute twice, and round differently, what is stored and what is summed.
+      values = lax.optimization_barrier(values)
+      checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
 
     top = self.top[0]
     is_valid = ragged.is_valid()
@@ -219,7 +229,7 @@ class Stash:
       wanted_rows=wanted,
     )
     stash = Stash(self.residuals, tuple(buffers), top[None], counters, self.canary)
-    return stash, Slot(start[None], rows[None])
+    return stash, Slot(start[None], rows[None], checksum)
 
   def restore(
     self,
@@ -266,7 +276,10 @@ class Stash:
     canary = jnp.where(is_right, lax.stop_gradient(self.canary), jnp.nan)
     wanted = self.counters.wanted_rows - jnp.where(is_right, rows_taken, 0)
     counters = self.counters._replace(wanted_rows=wanted)
-    return Stash(self.residuals, self.buffers, top, counters, canary)
+    buffers = self.buffers
+    if debugging.is_debugging():
+      buffers = debugging.poison_rows_from(top[0], buffers)
+    return Stash(self.residuals, buffers, top, counters, canary)
 
   def stats(self) -> StashStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
@@ -309,7 +322,10 @@ def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, pad
     rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation, fill)
     return _from_storage(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
 
-  return tuple(map(read, residuals, buffers))
+  values = tuple(map(read, residuals, buffers))
+  if slot.checksum is None:
+    return values
+  return debugging.verify(values, ragged, slot.checksum, is_readable)
 
 
 def match_residuals(specs, found) -> list[int]:

@@ -90,6 +90,12 @@ def check_validity(sizes, starts, total_rows):
   if not valid:
     assert not np.any(ragged.compact_runs(0, 32).sizes)
     assert not np.any(ragged.expand_runs(0, 32).sizes)
+  if total_rows <= 300:
+    runs = ragged.compact_runs(0, total_rows)
+    expected = np.zeros(total_rows, bool)
+    for start, size in zip(np.asarray(runs.sources), np.asarray(runs.sizes), strict=True):
+      expected[start : start + size] = True
+    np.testing.assert_array_equal(ragged.is_in_group(), expected)
 
 
 @settings(max_examples=250, deadline=None)

@@ -7,6 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
+import pallas_stash as ps
 from tests.checks import assert_trees_equal
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
@@ -42,8 +43,11 @@ def plain_loss(weights, x):
   return jnp.mean(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, weights)[0] ** 2)
 
 
-def test_the_example_runs():
-  (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def examples():
+  return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def names_of_the_example():
   struct = lambda width: jax.ShapeDtypeStruct((width,), jnp.float32)
   names = {
     "expert_ffn": expert_ffn,
@@ -52,7 +56,11 @@ def test_the_example_runs():
     "capacity_rows": LAYERS * TOKENS,
     "residuals": [struct(HIDDEN), struct(HIDDEN)],
   }
-  exec(example, names)
+  exec(examples()[0], names)
+  return names
+
+
+def weights_and_x():
   keys = iter(jax.random.split(jax.random.key(0), 4))
   shapes = {"wi_0": (WIDTH, HIDDEN), "wi_1": (WIDTH, HIDDEN), "wo": (HIDDEN, WIDTH)}
   weights = {
@@ -60,5 +68,27 @@ def test_the_example_runs():
     for name, shape in shapes.items()
   }
   x = jax.random.normal(next(keys), (TOKENS, WIDTH))
-  gradient = jax.jit(jax.value_and_grad(names["loss"]))(weights, x)
-  assert_trees_equal(gradient, jax.jit(jax.value_and_grad(plain_loss))(weights, x))
+  return weights, x
+
+
+def test_the_example_runs():
+  gradient = jax.jit(jax.value_and_grad(names_of_the_example()["loss"]))(*weights_and_x())
+  assert_trees_equal(gradient, jax.jit(jax.value_and_grad(plain_loss))(*weights_and_x()))
+
+
+def test_the_checks_run():
+  _, checks = examples()
+  weights, x = weights_and_x()
+  rows, group_sizes = route(x)
+  names = names_of_the_example() | {
+    "rows": rows,
+    "weights": jax.tree.map(lambda leaf: leaf[0], weights),
+    "group_sizes": group_sizes,
+    "policy": jax.checkpoint_policies.save_only_these_names("mlpwi_0", "mlpwi_1"),
+    "all_weights": weights,
+    "x": x,
+  }
+  exec(checks, names)
+  assert names["report"] == ps.PaddingReport(False)
+  plain = jax.jit(jax.grad(plain_loss))(weights, x)
+  assert_trees_equal(names["gradient"], plain)

@@ -1,0 +1,119 @@
+"""The debug mode: NaN in rows that hold nothing, a checksum of rows that hold something.
+
+Whether it is on is asked while a program is traced. Off, nothing of it is in the program.
+"""
+
+import contextlib
+import math
+import os
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_stash.ragged import RaggedRows
+
+ENVIRONMENT_VARIABLE = "PALLAS_STASH_DEBUG"
+
+# Part of the key of every cache of traced programs, so that no program outlives its mode.
+_mode = jax.make_user_context(os.environ.get(ENVIRONMENT_VARIABLE, "0") not in ("", "0"))
+
+
+def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
+  """Returns a context in which programs that use a stash are traced with checks, or without.
+
+  With them,
+
+  - rows of the stash that were never written, and rows that `pop` freed, are NaN;
+  - `push` keeps a checksum of the rows of each residual in the slot; `restore` and the backward
+    pass compare it with that of the rows that come back. Rows that differ, or that come back to
+    other places than they were pushed from, are printed and become NaN, all of their residual.
+
+  Results are the same otherwise: what comes back is what was pushed. A jitted function is traced
+  anew on its first call inside, so a call is checked if and only if it is made inside; of a
+  function that is differentiated by `jax.vjp`, what counts is where that is called. Which NaN it
+  is that comes back is not checked.
+
+  The environment variable PALLAS_STASH_DEBUG=1, read when the package is imported, turns the mode
+  on everywhere outside such contexts.
+
+      with pallas_stash.debug():
+        loss, gradients = train_step(params, batch)
+
+  Args:
+    enabled: False for a part of the program that is not to be checked.
+  """
+  return _mode(bool(enabled))
+
+
+def is_debugging() -> bool:
+  """Returns whether what is traced now is to be checked."""
+  return _mode.value
+
+
+def poison_rows_from(first: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+  """Returns `buffers`, each [rows, width], with NaN in the rows from `first`, int32[], on."""
+
+  def poison(buffer):
+    is_free = lax.broadcasted_iota(jnp.int32, buffer.shape, 0) >= first
+    return jnp.where(is_free, jnp.full((), jnp.nan, buffer.dtype), buffer)
+
+  return tuple(map(poison, buffers))
+
+
+def checksums(values: tuple[jax.Array, ...], ragged: RaggedRows) -> jax.Array:
+  """Returns uint32[1, residuals]: a checksum of the rows in groups of each of `values`.
+
+  It is a sum over elements of their bits, times an odd factor that depends on row and column. So
+  one element that differs always shows, whichever bits of it do. All NaNs count as the same one:
+  XLA on a CPU may rewrite which it is in bfloat16 and float8_e5m2.
+
+  Args:
+    values: arrays [total_rows, *row_shape] of a floating-point dtype.
+    ragged: where the rows are.
+  """
+  is_in_group = ragged.is_in_group()[:, None]
+
+  def checksum(value):
+    flat = value.reshape(ragged.total_rows, math.prod(value.shape[1:]))
+    flat = jnp.where(jnp.isnan(flat), jnp.full((), jnp.nan, flat.dtype), flat)
+    # An element of more than 32 bits becomes several columns.
+    word = min(flat.dtype.itemsize, 4)
+    bits = lax.bitcast_convert_type(flat, f"uint{8 * word}").astype(jnp.uint32)
+    bits = bits.reshape(ragged.total_rows, math.prod(bits.shape[1:]))
+    return jnp.sum(jnp.where(is_in_group, bits * _factors(bits.shape), 0), dtype=jnp.uint32)
+
+  return jnp.stack(list(map(checksum, values)))[None]
+
+
+def _factors(shape):
+  """Returns odd numbers, uint32[rows, columns], that follow no simple rule along either axis."""
+  row, column = (lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in (0, 1))
+  mixed = row * jnp.uint32(0x9E3779B1) + column * jnp.uint32(0x85EBCA77)
+  mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x2C1B3C6D)
+  return (mixed ^ (mixed >> 12)) | jnp.uint32(1)
+
+
+def verify(
+  values: tuple[jax.Array, ...], ragged: RaggedRows, expected: jax.Array, is_read: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Returns rows that came back from a stash, NaN in place of those that are not what was pushed.
+
+  Args:
+    values: arrays [total_rows, *row_shape].
+    ragged: where the rows are.
+    expected: uint32[1, residuals], their checksums when they were pushed.
+    is_read: bool[], whether they were read from the stash at all.
+  """
+  is_intact = (checksums(values, ragged) == expected)[0]
+
+  def check(value, is_intact):
+    message = (
+      f"pallas_stash: {{rows}} rows of the residual {value.dtype}{list(value.shape[1:])} came back"
+      " from the stash other than they were pushed; they are NaN."
+    )
+    report = lambda rows: jax.debug.print(message, rows=rows)
+    lax.cond(is_read & ~is_intact, report, lambda rows: None, ragged.num_rows())
+    return jnp.where(is_intact, value, jnp.full((), jnp.nan, value.dtype))
+
+  return tuple(map(check, values, is_intact))

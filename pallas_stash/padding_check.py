@@ -1,0 +1,233 @@
+"""`check_padding`: does a function depend on what its padding rows hold?"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_stash.checkpoint import check_ragged, refuse_closed_over_tracers, split_residuals
+from pallas_stash.poisoning import ALL, NONE, run_poisoned
+from pallas_stash.ragged import RaggedRows
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddingReport:
+  """Whether a function depends on what its padding rows hold, and where that starts.
+
+  Attributes:
+    depends: whether any result changed.
+    intermediate: the first in the program whose padding alone changes a result: its
+      `checkpoint_name`, or what makes it. None if none does, or only several together do.
+    source: the line of the program that makes it, where that is known.
+    result: the first result that changed.
+    cause: what was done to the padding.
+  """
+
+  depends: bool
+  intermediate: str | None = None
+  source: str | None = None
+  result: str | None = None
+  cause: str | None = None
+
+  def __str__(self):
+    if not self.depends:
+      return "No result depends on what padding holds."
+    where = self.intermediate or "several intermediates together"
+    line = f" ({self.source})" if self.source else ""
+    return f"{self.result} changes with {self.cause} in the padding of {where}{line}."
+
+
+def check_padding(
+  fun: Callable[..., Any],
+  ragged: RaggedRows,
+  *args: Any,
+  policy: Callable[..., bool] | None = None,
+) -> PaddingReport:
+  """Tells whether a function depends on what its padding rows hold, so is not for a stash.
+
+  Runs `fun` and its gradients at `args`, to be given as `checkpoint(fun, policy=policy)` is to be
+  called, and again with other contents in padding:
+
+  - Poison in row-shaped intermediates, forward and backward: large numbers where padding holds
+    data, such as the rows of an argument or of a gather, and NaN, too, in what grouped matmuls and
+    kernels return, whose padding is undefined. Elementwise operations and matmuls hand it on, and
+    `jnp.where` ends it. What the program itself made zero, or any one constant, is left alone: code
+    may rely on that.
+  - Zero in each residual that `checkpoint` would stash, which is what comes back from a stash.
+
+  Compared bit for bit are the results of `fun` and the gradients of all floating-point arguments:
+  those that have `ragged.total_rows` rows in the rows in groups, others as a whole. The cotangents
+  are random, and zero in padding.
+
+  What it says is about these arguments: it sees no branch of the program that they do not take.
+  Whatever has `total_rows` rows, a floating-point dtype and two or more axes is taken for ragged
+  rows: choose sizes at which nothing else has. Arguments' padding of other dtypes stays as given;
+  give an argument with NaN in padding to learn whether that matters. Loops, conditionals and
+  `shard_map` are run as they are, with poison in what goes in and what comes out.
+
+  Args:
+    fun: as for `checkpoint`.
+    ragged: where the rows are. There must be some padding.
+    *args: arrays, no `jax.ShapeDtypeStruct`s: the function is run.
+    policy: as for `checkpoint`. It decides which residuals would be stashed.
+
+  Raises:
+    ValueError: for traced arguments, and where nothing can be told: groups that are not valid, no
+      padding, nothing to differentiate, or nothing to stash.
+  """
+  check_ragged(ragged)
+  leaves = jax.tree.leaves((ragged, args))
+  if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
+    raise ValueError("check_padding runs the function: call it with arrays, outside of `jax.jit`.")
+  refuse_closed_over_tracers(fun, args)
+  if not ragged.is_valid():
+    raise ValueError(f"{ragged} must have groups inside the buffer that do not overlap.")
+  is_padding = ~np.asarray(ragged.is_in_group())
+  if not is_padding.any():
+    raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
+  args = jax.tree.map(jnp.asarray, args)
+  check = _Check(fun, policy, ragged, args, is_padding)
+  return check.of_intermediates() or check.of_residuals() or PaddingReport(False)
+
+
+class _Check:
+  """A function at its arguments, and what it gives there: `plain`, named by `labels`."""
+
+  def __init__(self, fun, policy, ragged, args, is_padding):
+    self.ragged, self.args, self.is_padding = ragged, args, is_padding
+    self.saving = fun if policy is None else jax.checkpoint(fun, policy=policy)
+    out = jax.eval_shape(fun, *args)
+    self.cotangents = self._make_cotangents(out)
+    outputs, gradients = _paths_of(out, _is_number), _paths_of(args, _is_inexact)
+    if not gradients or not _paths_of(out, _is_inexact):
+      raise ValueError("The function must have arguments and results of a floating-point dtype.")
+    self.labels = [f"result{path}" for path in outputs]
+    self.labels += [f"the gradient of argument{path}" for path in gradients]
+
+    leaves, treedef = jax.tree.flatten(args)
+
+    def results(*leaves):
+      args = jax.tree.unflatten(treedef, leaves)
+      out, vjp = jax.vjp(fun, *args)
+      return [leaf for leaf in jax.tree.leaves(out) if _is_number(leaf)] + self._gradients(vjp)
+
+    jaxpr = jax.make_jaxpr(results)(*leaves)
+    arguments = [
+      f"argument{path}, {leaf.dtype}{list(leaf.shape)}"
+      for path, leaf in zip(_paths_of(args), leaves, strict=True)
+    ]
+    self.intermediates, self.named = [], []
+
+    @jax.jit
+    def run(leaves, only, is_finite):
+      values, named_values, self.intermediates, self.named = run_poisoned(
+        jaxpr, leaves, arguments, jnp.asarray(is_padding), only, is_finite
+      )
+      return values, named_values
+
+    self.run = lambda only, is_finite: run(leaves, only, is_finite)
+    self.plain, self.named_values = jax.device_get(self.run(NONE, True))
+
+  def of_intermediates(self):
+    """Returns a report if poison in padding of intermediates changes a result; or None."""
+
+    def changed(only, is_finite):
+      return self._first_difference(self.labels, self.plain, self.run(only, is_finite)[0])
+
+    # Finite first: it says more about what goes wrong.
+    kinds = ((True, "large numbers"), (False, "NaN"))
+    found = [(changed(ALL, is_finite), cause) for is_finite, cause in kinds]
+    if not any(result for result, _ in found):
+      return None
+    for number, intermediate in enumerate(self.intermediates):
+      for is_finite, cause in kinds:
+        if result := changed(number, is_finite):
+          name = intermediate.name or intermediate.description
+          return PaddingReport(True, name, intermediate.source, result, cause)
+    result, cause = next(pair for pair in found if pair[0])
+    return PaddingReport(True, None, None, result, cause)
+
+  def of_residuals(self):
+    """Returns a report if zero in padding of what would be stashed changes a gradient; or None."""
+
+    @jax.jit
+    def forward(args):
+      return split_residuals(jax.vjp(self.saving, *args)[1], self.ragged, args, None)
+
+    backward = jax.jit(lambda rebuild, rows, args: self._gradients(rebuild(rows, args)))
+    rows, rebuild = forward(self.args)
+    labels = self.labels[-len(_paths_of(self.args, _is_inexact)) :]
+    plain = backward(rebuild, rows, self.args)
+
+    def changed(is_zeroed):
+      zeroed = [self._zero(row) if is_zeroed(index) else row for index, row in enumerate(rows)]
+      return self._first_difference(labels, plain, backward(rebuild, tuple(zeroed), self.args))
+
+    cause = "zero, as it comes back from a stash,"
+    result = changed(lambda index: True)
+    if not result:
+      return None
+    for number, row in enumerate(rows):
+      if one := changed(lambda index, number=number: index == number):
+        return PaddingReport(True, *self._name_of(row), one, cause)
+    return PaddingReport(True, None, None, result, cause)
+
+  def _make_cotangents(self, out):
+    rng = np.random.default_rng(0)
+
+    def make(leaf):
+      if not _is_inexact(leaf):
+        return np.zeros(leaf.shape, jax.dtypes.float0)
+      cotangent = jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+      return self._zero(cotangent) if self._has_rows(leaf) else cotangent
+
+    return jax.tree.map(make, out)
+
+  def _gradients(self, vjp):
+    gradients = jax.tree.leaves(vjp(self.cotangents))
+    are_inexact = map(_is_inexact, jax.tree.leaves(self.args))
+    return [g for g, is_inexact in zip(gradients, are_inexact, strict=True) if is_inexact]
+
+  def _has_rows(self, leaf):
+    return leaf.shape[:1] == self.is_padding.shape
+
+  def _zero(self, rows):
+    return jnp.where(self.is_padding.reshape(-1, *[1] * (rows.ndim - 1)), 0, rows)
+
+  def _first_difference(self, labels, expected, actual):
+    for label, *pair in zip(labels, expected, jax.device_get(actual), strict=True):
+      first, second = (
+        x[~self.is_padding] if self._has_rows(x) else x for x in map(np.asarray, pair)
+      )
+      # NaN differs from itself: numpy has no other answer for small dtypes.
+      is_same = (first == second) | ((first != first) & (second != second))
+      if not is_same.all():
+        return label
+    return None
+
+  def _name_of(self, row):
+    """Returns the name of a residual, and where it is given: of the value that it equals."""
+    row = np.asarray(row)[~self.is_padding]
+    for named, value in zip(self.named, self.named_values, strict=True):
+      if value.dtype == row.dtype and value.shape == (*self.is_padding.shape, *row.shape[1:]):
+        # To rounding: it is computed in another program.
+        value, expected = (np.asarray(x, np.float32) for x in (value[~self.is_padding], row))
+        if np.allclose(value, expected, rtol=0.1, atol=1e-3, equal_nan=True):
+          return named.name, named.source
+    return f"a residual, {row.dtype}{[len(self.is_padding), *row.shape[1:]]}", None
+
+
+def _paths_of(tree, is_wanted=lambda leaf: True):
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  return [jax.tree_util.keystr(path) for path, leaf in leaves if is_wanted(leaf)]
+
+
+def _is_inexact(leaf):
+  return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_number(leaf):
+  return not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
