@@ -83,7 +83,5 @@ def test_a_fault_is_not_caught(fault, monkeypatch, capsys):
 
 
 def test_what_a_fault_changes_must_be_there():
-  with pytest.raises(
-    ValueError, match="'gone': 'no such text' is 0 times .* and must be there once"
-  ):
+  with pytest.raises(ValueError, match="'gone': 'no text' is 0 times .* and must be there once"):
     plant(Fault("gone", COMPACT, "no text", ""))
