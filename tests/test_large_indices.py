@@ -40,7 +40,7 @@ def needs(gib):
 
 WIDTH, ROWS = 128, 96
 SIZES, STARTS = np.array([33, 0, 5, 1]), np.array([40, 3, 20, 2])
-BEHIND = 30  # Rows from the start to the end of the buffer: nine rows of the groups fall past it.
+BEHIND = 37  # Rows from the start to the end of the buffer: two rows of the groups fall past it.
 XLA, MOSAIC = IMPLEMENTATIONS
 
 

@@ -187,6 +187,9 @@ def test_memory_that_was_never_written_is_never_read():
   """MaxText pulls 4905 and 4898: uninitialised rows are zero on a CPU and anything on a TPU."""
   poison = lambda buffer: jnp.full_like(buffer, jnp.nan)
   check_gradient([9, 0, 31, 1], 32, fresh=poison)
+  stash, pushes = ps.Stash.empty(64, SPEC), [9, 0, 31, 1]
+  stash.buffers = tuple(map(poison, stash.buffers))
+  assert_restored(*push_all(stash, pushes), pushes)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
