@@ -189,7 +189,7 @@ SIZES = [
 PLACES = [
   Fault("all loads signal one semaphore", EXPAND, "landing.loads.at[slot]", "landing.loads.at[0]"),
   Fault("all stores signal one semaphore", EXPAND, "slots.stores.at[slot]", "slots.stores.at[0]"),
-  Fault("all loads land in one slot", COMPACT, "landing.tiles.at[slot", "landing.tiles.at[0"),
+  Fault("all loads land in one slot", COMPACT, "landing.tiles.at[slot, ", "landing.tiles.at[0, "),
   Fault(
     "all stores leave from one slot",
     COMPACT,
