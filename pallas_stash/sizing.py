@@ -105,7 +105,8 @@ def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:
   """
   if not isinstance(rows, numbers.Integral) or rows < 0:
     raise ValueError(f"{rows=} must be an integer, zero or more")
-  row_bytes = sum(math.prod(r.shape) * np.dtype(r.dtype).itemsize for r in residuals)
+  # Python integers do not overflow; NumPy's do.
+  row_bytes = sum(math.prod(map(int, r.shape)) * np.dtype(r.dtype).itemsize for r in residuals)
   return int(rows) * row_bytes
 
 

@@ -135,7 +135,8 @@ class Stash:
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
-    specs = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in residuals)
+    # As Python integers: products of NumPy's may overflow.
+    specs = tuple(jax.ShapeDtypeStruct(tuple(map(int, r.shape)), r.dtype) for r in residuals)
     if not specs:
       raise ValueError(
         "residuals is empty: there is nothing to stash. Does the policy save anything that has"

@@ -3,7 +3,7 @@
 Runs are copied by dynamic slices in loops whose trip counts are known on the device, so the cost
 follows the routed rows. All indices are row numbers: no element offset can pass int32. Values come
 through bit for bit, but XLA on a CPU may rewrite which NaN it is in bfloat16 and float8_e5m2, as it
-does whenever it fuses operations on them.
+does whenever it fuses operations on them. It also passes over a whole float8 buffer for each chunk.
 """
 
 import jax

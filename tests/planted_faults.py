@@ -1,0 +1,366 @@
+"""Faults to plant in copies of the kernels: the classic mistakes of DMA pipelines, one by one.
+
+No fault makes a kernel wait for a DMA that never started: interpreted, that hangs.
+"""
+
+import dataclasses
+import functools
+import types
+from typing import Any
+from unittest import mock
+
+from pallas_stash.kernels import gather, mosaic_tpu, tile_words
+from tests.test_kernels import Case, MANY_TILES, UNEVEN
+
+COMPACT, EXPAND = "compact", "expand"
+NOTHING = "pass"
+TWO_CORES = (("num_cores_or_threads", 2),)
+EAGER = (("dma_execution_mode", "eager"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+  """A change of a kernel's source.
+
+  Attributes:
+    name: what is wrong.
+    kernel: whose check must fail, or must not.
+    old: text that is in the source exactly once.
+    new: what it becomes.
+    module: whose source it is.
+    dtype: of the rows. Only in words of several rows is there arithmetic on bits.
+    case: sizes of the buffers.
+    interpret: fields of `InterpretParams` that the check needs to see it.
+    reason: why no check can fail; empty where one must.
+  """
+
+  name: str
+  kernel: str
+  old: str
+  new: str
+  module: types.ModuleType = gather
+  dtype: str = "float32"
+  case: Case = MANY_TILES
+  interpret: tuple[tuple[str, Any], ...] = ()
+  reason: str = ""
+
+
+@functools.cache
+def copy_of_gather(fault):
+  """Returns a copy of the kernel, `gather`, with the fault in it, or with none."""
+  copies = {module: _copy(module) for module in (tile_words, gather)}
+  if fault is not None:
+    copies[fault.module] = _copy(fault.module, fault)
+  copies[gather].tile_words = copies[tile_words]
+  return copies[gather].gather
+
+
+def plant(fault):
+  """Returns a context in which compact and expand use a copy of the kernel with the fault."""
+  return mock.patch.object(mosaic_tpu, "gather", copy_of_gather(fault))
+
+
+def _copy(module, fault=None):
+  with open(module.__file__) as file:
+    source = file.read()
+  if fault is not None:
+    found = source.count(fault.old)
+    if found != 1:
+      raise ValueError(
+        f"{fault.name!r}: {fault.old!r} is {found} times in {module.__name__} and must be there"
+        " once. The kernel changed, so the fault must be planted otherwise."
+      )
+    source = source.replace(fault.old, fault.new)
+  copy = types.ModuleType(module.__name__)
+  copy.__file__ = module.__file__
+  exec(compile(source, module.__file__, "exec"), copy.__dict__)
+  return copy
+
+
+def _in_words(*args, **options):
+  return Fault(*args, module=tile_words, dtype="bfloat16", **options)
+
+
+WAITS = [
+  Fault("a load is not waited for", COMPACT, "load(piece, slot).wait()", NOTHING),
+  Fault(
+    "the read of an edge is not waited for",
+    COMPACT,
+    "    copy.start()\n    copy.wait()\n",
+    "    copy.start()\n",
+  ),
+  Fault(
+    "a kernel ends with stores in flight",
+    EXPAND,
+    "      finish_store(slots, slot)\n",
+    "      pass\n",
+  ),
+  Fault(
+    "rows leaving are forgotten, so no store is waited for",
+    COMPACT,
+    "slots.rows_leaving[slot] = last - first",
+    NOTHING,
+  ),
+  Fault(
+    "a landing slot is loaded while it is stored from",
+    COMPACT,
+    "finish_store(landing, free_slot)",
+    NOTHING,
+  ),
+  Fault(
+    "an assembly slot is filled while it is stored from",
+    EXPAND,
+    "finish_store(assembly, tile_slot)\n        open_tile(tile_slot, piece.tile_row)",
+    "open_tile(tile_slot, piece.tile_row)\n        finish_store(assembly, tile_slot)",
+  ),
+  Fault(
+    "an assembly slot is never waited for before it is used again",
+    COMPACT,
+    "finish_store(assembly, tile_slot)",
+    NOTHING,
+  ),
+  Fault(
+    "the semaphore of a blank store is used again before it is waited for",
+    EXPAND,
+    "finish_store(blank, slot)",
+    NOTHING,
+  ),
+  Fault("more loads ahead than slots", COMPACT, "LOADS_AHEAD = 2", "LOADS_AHEAD = 5"),
+  Fault(
+    "a load is started that no one waits for",
+    COMPACT,
+    "there_is_one = position.row < last_row",
+    "there_is_one = position.row < window_last",
+    interpret=EAGER,
+  ),
+]
+
+SIZES = [
+  Fault(
+    "a load is a block short",
+    COMPACT,
+    "load_rows = align_up(source_row + last - first) - load_row",
+    "load_rows = align_down(source_row + last - first) - load_row",
+  ),
+  Fault(
+    "a load is a block too long",
+    EXPAND,
+    "load_rows = align_up(source_row + last - first) - load_row",
+    "load_rows = align_up(source_row + last - first) - load_row + alignment",
+  ),
+  Fault(
+    "a store is a block short",
+    COMPACT,
+    "last_stored = align_up(",
+    "last_stored = align_down(",
+  ),
+  Fault(
+    "a store is a block too long",
+    COMPACT,
+    "last_stored = align_up(",
+    "last_stored = alignment + align_up(",
+  ),
+  Fault(
+    "a store starts at the first piece",
+    EXPAND,
+    "first_stored = block_down(jnp.where(is_filled == 0, first, 0))",
+    "first_stored = block_down(first)",
+  ),
+  Fault(
+    "a store starts at the last piece",
+    EXPAND,
+    "first = jnp.where(is_first_piece, piece.first, first)",
+    "first = piece.first",
+  ),
+  Fault(
+    "the window ends a row early",
+    COMPACT,
+    "(window[i] for i in range(4))",
+    "(window[i] - (i == 1) for i in range(4))",
+  ),
+  Fault(
+    "the window starts a row late",
+    COMPACT,
+    "(window[i] for i in range(4))",
+    "(window[i] + (i == 0) for i in range(4))",
+  ),
+]
+
+PLACES = [
+  Fault("all loads signal one semaphore", EXPAND, "landing.loads.at[slot]", "landing.loads.at[0]"),
+  Fault("all stores signal one semaphore", EXPAND, "slots.stores.at[slot]", "slots.stores.at[0]"),
+  Fault("all loads land in one slot", COMPACT, "landing.tiles.at[slot, ", "landing.tiles.at[0, "),
+  Fault(
+    "all stores leave from one slot",
+    COMPACT,
+    "tile = slot if slots.tiles.shape[0] > 1 else 0",
+    "tile = 0",
+  ),
+  Fault(
+    "pieces of a tile go to different slots",
+    COMPACT,
+    "tile_slot = rem(tiles_opened, tiling.assembly_slots)",
+    "tile_slot = rem(index, tiling.assembly_slots)",
+  ),
+  Fault(
+    "each piece of a tile opens it again",
+    COMPACT,
+    "@pl.when(is_first_piece)",
+    "@pl.when(piece.tile >= 0)",
+  ),
+  Fault(
+    "rows that are to move down land where they are",
+    COMPACT,
+    "behind = jnp.where(shift < 0, block_rows, 0)",
+    "behind = jnp.int32(0)",
+  ),
+  Fault(
+    "rows at odd places are stored as they landed",
+    EXPAND,
+    "is_ready = is_whole_tile & is_aligned",
+    "is_ready = is_whole_tile",
+  ),
+  Fault(
+    "a tile of several pieces is stored as it landed",
+    EXPAND,
+    "is_ready = is_whole_tile & is_aligned",
+    "is_ready = is_aligned & (piece.first == 0)",
+  ),
+  Fault(
+    "the stash does not alias the result",
+    COMPACT,
+    "input_output_aliases={len(scalars) + 1: 0} if updated else {}",
+    "input_output_aliases={}",
+  ),
+]
+
+CONTENTS = [
+  Fault(
+    "the block before the window is not read",
+    COMPACT,
+    "pl.when(tile_row < window_first)",
+    "pl.when(tile_row < 0)",
+  ),
+  Fault(
+    "the block behind the window is not read",
+    COMPACT,
+    "pl.when(ends_inside)",
+    "pl.when(tile_row < 0)",
+  ),
+  Fault(
+    "an assembled tile is not blank before",
+    EXPAND,
+    "pl.when(is_filled != 0)(lambda: fill(",
+    "pl.when(is_filled > 1)(lambda: fill(",
+  ),
+  Fault(
+    "the blank tile is not blank",
+    EXPAND,
+    "    fill(blank.tiles.at[0], blank_word)\n",
+    "    pass\n",
+  ),
+  Fault(
+    "a blank tile is skipped",
+    EXPAND,
+    "store_blank_tiles(previous_tile + 1, piece.tile)",
+    "store_blank_tiles(previous_tile + 2, piece.tile)",
+  ),
+  Fault(
+    "the last blank tiles are skipped",
+    EXPAND,
+    "store_blank_tiles(last_written_tile + 1, last_tile)",
+    NOTHING,
+  ),
+  Fault(
+    "a blank tile passes the end",
+    EXPAND,
+    "jnp.minimum(tile_rows, window_last - row)",
+    "tile_rows",
+    case=UNEVEN,
+  ),
+]
+
+CORES = [
+  Fault(
+    "no core has the last tile",
+    COMPACT,
+    "share = div(tiles + CORES - 1, CORES)",
+    "share = div(tiles, CORES)",
+  ),
+  Fault(
+    "a tile is between the shares of the cores",
+    EXPAND,
+    "first_tile = jnp.minimum(pl.program_id(0) * share, tiles)",
+    "first_tile = jnp.minimum(pl.program_id(0) * (share + 1), tiles)",
+  ),
+  Fault(
+    "both cores write a tile",
+    COMPACT,
+    "last_tile = jnp.minimum(first_tile + share, tiles)",
+    "last_tile = jnp.minimum(first_tile + share + 1, tiles)",
+    interpret=TWO_CORES,
+  ),
+]
+
+WORDS = [
+  _in_words("what is merged is not masked", COMPACT, "if is_edge:", "if False:"),
+  _in_words("a merge starts at a block", COMPACT, "(row >= first) & (row < last)", "row < last"),
+  _in_words("a merge ends at a block", COMPACT, "(row >= first) & (row < last)", "row >= first"),
+  _in_words("a merge starts a row late", EXPAND, "(row >= first) &", "(row > first) &"),
+  _in_words("a merge ends a row late", COMPACT, "& (row < last)", "& (row <= last)"),
+  _in_words("the next block is not looked at", EXPAND, "rotations(block + 1)", "rotations(block)"),
+  _in_words(
+    "half words are not moved",
+    EXPAND,
+    "new = jnp.where(rest == 0, new, low | high)",
+    NOTHING,
+  ),
+  _in_words(
+    "rows in a word are numbered backwards",
+    EXPAND,
+    "(row_bits * row_in_word)",
+    "(row_bits * (word_rows - 1 - row_in_word))",
+  ),
+]
+
+UNDETECTED = [
+  Fault(
+    "a landing slot is loaded just before the store from it is waited for",
+    COMPACT,
+    "    finish_store(landing, free_slot)\n"
+    "    position_to_load = load_next(position_to_load, free_slot)\n",
+    "    position_to_load = load_next(position_to_load, free_slot)\n"
+    "    finish_store(landing, free_slot)\n",
+    reason="a race of two DMAs: neither is reported, and each runs when it is waited for",
+  ),
+  Fault(
+    "an alignment is promised that is not there",
+    COMPACT,
+    "align_down = lambda row: pl.multiple_of(row & -alignment, alignment)",
+    "align_down = lambda row: pl.multiple_of(row & -alignment, 4 * alignment)",
+    reason="the interpreter ignores promises",
+  ),
+  Fault(
+    "both cores write a tile, one after the other",
+    COMPACT,
+    "last_tile = jnp.minimum(first_tile + share, tiles)",
+    "last_tile = jnp.minimum(first_tile + share + 1, tiles)",
+    reason="both write the same rows: a race where there are two cores, and lost time with one",
+  ),
+  _in_words(
+    "words are shifted by all of their bits",
+    COMPACT,
+    "new = jnp.where(rest == 0, new, low | high)",
+    "new = low | high",
+    reason="XLA, which interprets, says that this is zero; Mosaic does not say",
+  ),
+  Fault(
+    "half of the VMEM that is needed is asked for",
+    COMPACT,
+    "vmem_limit_bytes=tiling.vmem_bytes(dtype.itemsize) + 2**21",
+    "vmem_limit_bytes=1",
+    reason="the interpreter has no limit; programs that are compiled have",
+  ),
+]
+
+DETECTED = [WAITS, SIZES, PLACES, CONTENTS, CORES, WORDS]
