@@ -82,7 +82,7 @@ def _in_words(*args, **options):
 
 
 WAITS = [
-  Fault("a load is not waited for", COMPACT, "load(piece, slot).wait()", NOTHING),
+  Fault("a load is not waited for", COMPACT, "load(piece, slot).wait()", "None"),
   Fault(
     "the read of an edge is not waited for",
     COMPACT,
@@ -139,14 +139,14 @@ SIZES = [
   Fault(
     "a load is a block short",
     COMPACT,
-    "load_rows = align_up(source_row + last - first) - load_row",
-    "load_rows = align_down(source_row + last - first) - load_row",
+    "load_rows=align_up(source_row + last - first)",
+    "load_rows=align_down(source_row + last - first)",
   ),
   Fault(
     "a load is a block too long",
     EXPAND,
-    "load_rows = align_up(source_row + last - first) - load_row",
-    "load_rows = align_up(source_row + last - first) - load_row + alignment",
+    "load_rows=align_up(source_row + last - first)",
+    "load_rows=alignment + align_up(source_row + last - first)",
   ),
   Fault(
     "a store is a block short",
@@ -231,6 +231,51 @@ PLACES = [
     COMPACT,
     "input_output_aliases={len(scalars) + 1: 0} if updated else {}",
     "input_output_aliases={}",
+  ),
+]
+
+SHARED = [
+  Fault(
+    "a block that two pieces share is not copied",
+    EXPAND,
+    "landing.tiles[slot, pl.ds(piece.landing_row, alignment)] = shared",
+    NOTHING,
+  ),
+  Fault(
+    "it is copied from the slot before the last",
+    COMPACT,
+    "rem(index + tiling.landing_slots - 1, tiling.landing_slots)",
+    "rem(index + tiling.landing_slots - 2, tiling.landing_slots)",
+  ),
+  Fault(
+    "it is copied from where the piece starts",
+    EXPAND,
+    "landed_at = piece.landing_row + align_down(end) - align_down(piece.source_row)",
+    "landed_at = piece.landing_row",
+  ),
+  Fault(
+    "it is copied to where the load goes",
+    COMPACT,
+    "landing.tiles[slot, pl.ds(piece.landing_row, alignment)]",
+    "landing.tiles[slot, pl.ds(piece.load_to, alignment)]",
+  ),
+  Fault(
+    "every block is taken for shared",
+    COMPACT,
+    "is_continued = (source_row == landed) & (source_row != source_block)",
+    "is_continued = source_row != source_block",
+  ),
+  Fault(
+    "a whole block is taken for shared",
+    COMPACT,
+    "is_continued = (source_row == landed) & (source_row != source_block)",
+    "is_continued = source_row == landed",
+  ),
+  Fault(
+    "the first piece of a core takes a block from the core before it",
+    EXPAND,
+    "jnp.int32(-1), jnp.int32(0))",
+    "sources[0] + row_of_tile(first_tile) - destinations[0], jnp.int32(0))",
   ),
 ]
 
@@ -363,4 +408,4 @@ UNDETECTED = [
   ),
 ]
 
-DETECTED = [WAITS, SIZES, PLACES, CONTENTS, CORES, WORDS]
+DETECTED = [WAITS, SIZES, PLACES, SHARED, CONTENTS, CORES, WORDS]
