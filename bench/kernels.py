@@ -40,7 +40,7 @@ DTYPES = flags.DEFINE_multi_string("dtype", ["bfloat16"], "Of a row that is meas
 JOBS = flags.DEFINE_integer("jobs", 2, "Cases to compile at once.", lower_bound=1)
 
 BASELINE = pathlib.Path(__file__).with_name("baseline.json")
-TIMEOUT = 120  # Seconds for a case.
+TIMEOUT = 300  # Seconds for a case.
 LEAST = 0.01  # An estimate below this part of the floor has not seen the DMAs, and is none.
 
 
