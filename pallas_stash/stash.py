@@ -268,6 +268,16 @@ class Stash:
     counters = self.counters._replace(wanted_rows=wanted)
     return Stash(self.residuals, self.buffers, top, counters, canary)
 
+  def reset(self) -> "Stash":
+    """Frees all rows and keeps what `stats` counts: one stash for many microbatches.
+
+    For use behind the backward pass. Between layers that are differentiated it has the effect of
+    `pop`: gradients of the layers before it are NaN.
+    """
+    top, wanted = jnp.zeros_like(self.top), jnp.zeros_like(self.counters.wanted_rows)
+    counters = self.counters._replace(wanted_rows=wanted)
+    return Stash(self.residuals, self.buffers, top, counters, lax.stop_gradient(self.canary))
+
   def stats(self) -> StashStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
     return StashStats(self.top, *self.counters[:4])
