@@ -1,4 +1,4 @@
-"""The transforms that a trainer combines, as independent options, and cases that pair all of them."""
+"""The transforms that trainers combine, as independent options, and cases that pair them all."""
 
 import dataclasses
 import itertools
@@ -139,7 +139,7 @@ def cases_of_all_pairs():
     wanted, chosen = set(missing), dict(missing[0])
     for axis in axes:
 
-      def gain(option, axis=axis):
+      def gain(option, axis=axis, chosen=chosen, wanted=wanted):
         pairs = [frozenset([(axis, option), other]) for other in chosen.items()]
         return sum(p in wanted for p in pairs) if all(map(_can_meet, pairs)) else -1
 

@@ -20,7 +20,6 @@ from tests.composition_model import (
   moe_layer,
   NAMES,
   SAVE,
-  WIDTH,
 )
 
 MESH_AXES = ("data", "expert")

@@ -2,8 +2,8 @@
 
 All numbers are small integers: activations are zeroed where they leave a window, so no sum or
 product needs more than the 24 bits of a float32, and nothing is ever rounded. Gradients then do not
-depend on the order of additions or on what XLA fuses, and one program, unrolled on one device, gives
-the bits that every combination of transforms must give, recomputed layers included.
+depend on the order of additions or on what XLA fuses, and one program, unrolled on one device,
+gives the bits that every combination of transforms must give, recomputed layers included.
 """
 
 import functools
@@ -90,7 +90,7 @@ def _plain_blocks(moe_layers, params, blocks):
   def loss(params, x):
     chosen = []
     for i, has_experts in enumerate(moe_layers):
-      weights = jax.tree.map(lambda leaf: leaf[i], params)
+      weights = jax.tree.map(lambda leaf, i=i: leaf[i], params)
       x = dense_layer(weights, x)
       if has_experts:
         x, _, expert_ids = moe_layer(weights, x, None, ffn)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.checks import assert_trees_equal, needs_devices
-from tests.composition import all_pairs, Case, cases_of_all_pairs, pairs_of, TRAINERS
+from tests.composition import all_pairs, cases_of_all_pairs, pairs_of, TRAINERS
 from tests.composition_check import check
 from tests.composition_model import plain
 
