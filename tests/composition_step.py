@@ -107,11 +107,16 @@ def run(case, capacity):
     return jit(step)(*args)
   # What is exported has plain arrays for arguments and results.
   leaves, treedef = jax.tree.flatten(args)
-  results = jax.tree.structure(jax.eval_shape(step, *args))
-  flat = lambda *leaves: jax.tree.leaves(step(*jax.tree.unflatten(treedef, leaves)))
+  structures = []
+
+  def flat(*leaves):
+    leaves, structure = jax.tree.flatten(step(*jax.tree.unflatten(treedef, leaves)))
+    structures.append(structure)
+    return leaves
+
   exported = jax.export.export(jax.jit(flat))(*leaves)
   exported = jax.export.deserialize(exported.serialize())
-  return jax.tree.unflatten(results, jit(exported.call)(*leaves))
+  return jax.tree.unflatten(structures[0], jit(exported.call)(*leaves))
 
 
 def jit(fun, **options):

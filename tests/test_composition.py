@@ -7,7 +7,7 @@ import pytest
 from tests.checks import assert_trees_equal, needs_devices
 from tests.composition import all_pairs, cases_of_all_pairs, pairs_of, TRAINERS
 from tests.composition_check import check
-from tests.composition_model import plain
+from tests.composition_model import LAYERS, plain
 
 
 def parameters(cases):
@@ -28,12 +28,12 @@ def test_the_cases_have_all_pairs():
   assert all_pairs() <= set().union(*map(pairs_of, cases_of_all_pairs()))
 
 
-@pytest.mark.parametrize("moe_layers", sorted({case.moe_layers for case in cases_of_all_pairs()}))
-def test_the_arithmetic_is_exact(moe_layers):
-  """No rounding: the plain program computes the same numbers in float64."""
+def test_the_arithmetic_is_exact():
+  """No rounding where numbers grow most: the plain program computes the same in float64."""
+  moe_layers = (True,) * LAYERS
   for model in (0, 1):
     single = plain(moe_layers, model=model)
     with jax.enable_x64(True):
       double = plain(moe_layers, model=model, dtype=jnp.float64)
     assert double[0].dtype == "float64"
-    assert_trees_equal(jax.tree.map(lambda leaf: leaf.astype(leaf.dtype), single), double)
+    assert_trees_equal(single, double)
