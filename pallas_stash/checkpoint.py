@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import kernels
+from pallas_stash.batching import batch_alike
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import (
@@ -70,12 +71,12 @@ def checkpoint(
 
   @jax.custom_vjp
   def stashed(stash, ragged, *args):
-    del ragged
-    return fun(*args), stash
+    return fun(*args), batch_alike(stash, (ragged, args))
 
   def forward(stash, ragged, *args):
     out, vjp = jax.vjp(saving, *args)
     rows, rebuild = split_residuals(vjp, ragged, args, stash.residuals)
+    stash = batch_alike(stash, (ragged, args))
     stash, slot = stash.push(rows, ragged, axis_name=axis_name, implementation=implementation)
     return (out, stash), (rebuild, name_slot(slot), ragged, args)
 

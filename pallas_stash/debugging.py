@@ -24,7 +24,8 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
 
   With them,
 
-  - rows of the stash that were never written, and rows that `pop` freed, are NaN;
+  - rows of the stash that were never written, and rows that `pop` or `reset` freed, are
+    NaN;
   - `push` keeps a checksum of the rows of each residual in the slot; `restore` and the backward
     pass compare it with that of the rows that come back. Rows that differ, or that come back to
     other places than they were pushed from, are printed and become NaN, all of their residual.

@@ -9,6 +9,7 @@ from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 
 from pallas_stash import kernels
+from pallas_stash.batching import batch_alike
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import (
@@ -121,13 +122,15 @@ def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _stashed_gmm(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
   del padding, implementation
-  return multiply(lhs, rhs, group_sizes, group_offset), stash
+  out = multiply(lhs, rhs, group_sizes, group_offset)
+  return out, batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
 
 
 def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
   del padding
   out = multiply(lhs, rhs, group_sizes, group_offset)
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
+  stash = batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
   stash, slot = stash.push([lhs], ragged, implementation=implementation)
   return (out, stash), (name_slot(slot), ragged, rhs, group_sizes, group_offset)
 

@@ -282,6 +282,19 @@ class Stash:
       buffers = debugging.poison_rows_from(top[0], buffers)
     return Stash(self.residuals, buffers, top, counters, canary)
 
+  def reset(self) -> "Stash":
+    """Frees all rows and keeps what `stats` counts: one stash for many microbatches.
+
+    For use behind the backward pass. Between layers that are differentiated it has the effect of
+    `pop`: gradients of the layers before it are NaN.
+    """
+    top, wanted = jnp.zeros_like(self.top), jnp.zeros_like(self.counters.wanted_rows)
+    counters = self.counters._replace(wanted_rows=wanted)
+    buffers = self.buffers
+    if debugging.is_debugging():
+      buffers = debugging.poison_rows_from(0, buffers)
+    return Stash(self.residuals, buffers, top, counters, lax.stop_gradient(self.canary))
+
   def stats(self) -> StashStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
     return StashStats(self.top, *self.counters[:4])

@@ -84,6 +84,44 @@ def test_gradients_of_a_scan(capacity, implementation):
     )
 
 
+@pytest.mark.parametrize("seal", [ps.seal, lambda x, stash: x])
+@pytest.mark.parametrize("is_mapped", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("loops", [0, 1])
+def test_each_example_of_a_vmap_has_a_stash_of_its_own(loops, is_mapped, seal):
+  """Also where one is made for all of them: what sends it back would be added up."""
+  f = ps.checkpoint(experts, policy=SAVE("residual"))
+  _, w_in, w_out = weights()
+
+  def loss(x, w_in, f, seal):
+    def layer(carry, xs):
+      x, stash = carry
+      out, stash = f(stash, ragged_of(COUNTS[0]), x, *xs, COUNTS[0])
+      return (x + out, stash), None
+
+    carry = x, ps.Stash.empty(2 * 24, TWO)
+    if loops:
+      carry, _ = lax.scan(layer, carry, (w_in[:2], w_out[:2]))
+    else:
+      carry, _ = layer(carry, (w_in[0], w_out[0]))
+    return jnp.sum(seal(*carry) ** 2)
+
+  def gradient(f, seal):
+    axes = tuple(0 if mapped else None for mapped in is_mapped)
+    total = lambda *args: jnp.sum(jax.vmap(lambda *args: loss(*args, f, seal), axes)(*args))
+    twice = lambda leaf: jnp.stack([leaf, jnp.sin(leaf)])
+    args = [twice(a) if mapped else a for a, mapped in zip((X, w_in), is_mapped, strict=True)]
+    return jax.jit(jax.grad(total, (0, 1)))(*args)
+
+  found = gradient(f, seal)
+  if seal is not ps.seal:
+    assert all(is_any_nan(leaf) for leaf in found)
+    return
+  saving = jax.checkpoint(experts, policy=SAVE("residual"))
+  plain = gradient(lambda stash, ragged, *args: (saving(*args), stash), lambda x, stash: x)
+  # One example after the other, or all at once: sums of 16 terms are rounded differently.
+  jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found, plain)
+
+
 def test_the_forward_is_not_replayed():
   """The stash costs the matmuls of saving the residuals, not those of saving nothing."""
 
@@ -329,6 +367,14 @@ def test_popping_between_layers_gives_nan():
     y, stash = f(stash, x)
     last = ps.Slot(stash.top, jnp.zeros_like(stash.top))
     return ps.seal(y, stash.pop(last))
+
+  assert is_any_nan(chain(use))
+
+
+def test_a_stash_that_is_reset_between_layers_gives_nan():
+  def use(f, stash, x):
+    y, stash = f(stash, x)
+    return ps.seal(y, stash.reset())
 
   assert is_any_nan(chain(use))
 

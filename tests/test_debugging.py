@@ -104,6 +104,7 @@ def test_rows_that_hold_nothing_are_nan():
     np.testing.assert_array_equal(used, (row % 16 >= 13) | (row >= 32))
     stash = stash.pop(second)
     assert np.isnan(stash.buffers[0][16:]).all()
+    assert np.isnan(stash.reset().buffers[0]).all()
     assert_trees_equal(restore(stash, first, RAGGED), restore(push(ones())[0], first, RAGGED))
     wrong = stash.pop(ps.Slot(first.start + 8, first.rows))
     assert_trees_equal(wrong.buffers, stash.buffers)  # It freed nothing.

@@ -288,3 +288,16 @@ def test_push_and_restore_refuse_to_be_differentiated():
 
   with pytest.raises(NotImplementedError, match="second-order and forward-mode"):
     jax.grad(round_trip)(jnp.ones((TOTAL_ROWS, 4)))
+
+
+def test_reset_frees_all_rows_and_counts_on():
+  """One stash for two microbatches: the capacity that suffices is that of one of them."""
+  ragged = ragged_of([8])
+  stash = ps.Stash.empty(16, SPECS)
+  for _ in range(2):
+    for _ in range(3):
+      stash, slot = stash.push(values_of(SPECS, 0, ragged)[0], ragged)
+    stash = jax.jit(ps.Stash.reset)(stash)
+    assert is_any_nan(stash.restore(slot, ragged))
+  stats = jax.tree.map(lambda leaf: int(leaf[0]), stash.stats())
+  assert stats == ps.StashStats(0, 16, overflowed_pushes=2, invalid_pushes=0, sufficient_rows=24)

@@ -1,0 +1,39 @@
+"""The transforms that trainers combine: all pairs of them, and what trainers do with them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.checks import assert_trees_equal, needs_devices
+from tests.composition import all_pairs, cases_of_all_pairs, pairs_of, TRAINERS
+from tests.composition_check import check
+from tests.composition_model import LAYERS, plain
+
+
+def parameters(cases):
+  return [pytest.param(case, marks=needs_devices(case.num_devices), id=str(case)) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters(cases_of_all_pairs()))
+def test_pairs(case):
+  check(case)
+
+
+@pytest.mark.parametrize("case", parameters(TRAINERS.values()))
+def test_trainers(case):
+  check(case)
+
+
+def test_the_cases_have_all_pairs():
+  assert all_pairs() <= set().union(*map(pairs_of, cases_of_all_pairs()))
+
+
+def test_the_arithmetic_is_exact():
+  """No rounding where numbers grow most: the plain program computes the same in float64."""
+  moe_layers = (True,) * LAYERS
+  for model in (0, 1):
+    single = plain(moe_layers, model=model)
+    with jax.enable_x64(True):
+      double = plain(moe_layers, model=model, dtype=jnp.float64)
+    assert double[0].dtype == "float64"
+    assert_trees_equal(single, double)
