@@ -3,7 +3,7 @@
 Runs are copied by dynamic slices in loops whose trip counts are known on the device, so the cost
 follows the routed rows. All indices are row numbers: no element offset can pass int32. Values come
 through bit for bit, but XLA on a CPU may rewrite which NaN it is in bfloat16 and float8_e5m2, as it
-does whenever it fuses operations on them. It also passes over a whole float8 buffer for each chunk.
+does whenever it fuses operations on them.
 """
 
 import jax
@@ -67,6 +67,12 @@ def expand(
 
 def _copy_runs(source, destination, runs):
   """Copies each run: large chunks, then small ones, then what is smaller than a small chunk."""
+  dtype = destination.dtype
+  if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
+    # XLA on a CPU would pass over the whole buffer for each chunk, and so does it once.
+    as_bits = lambda array: lax.bitcast_convert_type(array, jnp.uint8)
+    destination = _copy_runs(as_bits(source), as_bits(destination), runs)
+    return lax.bitcast_convert_type(destination, dtype)
   columns = min(source.shape[1], destination.shape[1])
   most_rows = min(source.shape[0], destination.shape[0])
   row_bytes = columns * source.dtype.itemsize
