@@ -11,6 +11,14 @@ estimates the few cases of baseline.json instead and fails if one worsened by mo
 above its floor. With `--sweep` it compares layouts, dtypes and widths with the prefix layout, and
 fails above 1.3.
 """
+# ruff: noqa: E402  The environment must be set before jax is imported.
+
+import os
+
+from bench.tpu_environment import ENVIRONMENT, has_accelerator
+
+if not has_accelerator():  # Else what is measured is to run on it.
+  os.environ.update(ENVIRONMENT)
 
 import concurrent.futures
 import json

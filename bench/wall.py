@@ -5,15 +5,6 @@ each with another source and another destination than the call before, all of th
 caches. On a CPU it is wall time, good for ratios within one run only; the candidates take turns, in
 an order that is shuffled each round.
 """
-# ruff: noqa: E402  The environment must be set before jax is imported.
-
-import glob
-import os
-
-from bench.tpu_environment import ENVIRONMENT
-
-if not any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*"))):
-  os.environ.update(ENVIRONMENT)
 
 import functools
 import pathlib
@@ -198,5 +189,5 @@ def measure_all(widths, dtypes, calls, megabytes=None):
       for kernel in "compact", "expand":
         for occupancy in OCCUPANCIES:
           for offset in 0, 5:
-            rows = int(occupancy * total_rows) // 256 * 256
+            rows = max(256, int(occupancy * total_rows) // 256 * 256)
             yield measure(kernel, rows, total_rows, width, dtype, offset, calls)
