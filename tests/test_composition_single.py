@@ -35,10 +35,10 @@ ROWS = 200  # Enough for the experts of all layers but one, and no other size of
   "case",
   [
     Case(call="eager", remat="save names", result="value and aux", capacity="half"),
-    Case(call="eager", loop="unrolled", vmap="inputs"),
+    pytest.param(Case(call="eager", loop="unrolled", vmap="inputs"), marks=pytest.mark.long),
     pytest.param(
       Case(call="eager", remat="save names", devices="2", shard_map="in layer"),
-      marks=needs_devices(2),
+      marks=(needs_devices(2), pytest.mark.long),
     ),
   ],
   ids=str,

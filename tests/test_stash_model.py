@@ -155,7 +155,7 @@ def run(implementation, sequences, operations):
 
 
 @pytest.mark.parametrize(
-  "implementation, sequences", [(IMPLEMENTATIONS[0], 20), (IMPLEMENTATIONS[1], 5)]
+  "implementation, sequences", [(IMPLEMENTATIONS[0], 23), (IMPLEMENTATIONS[1], 2)]
 )
 def test_stash_is_its_model(implementation, sequences):
   run(implementation, sequences, 20)
