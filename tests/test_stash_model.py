@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
   initialize,
+  invariant,
   precondition,
   rule,
   RuleBasedStateMachine,
@@ -62,12 +63,17 @@ class StashMachine(RuleBasedStateMachine):
   """Every rule does the same to a stash and to the model."""
 
   implementation = "xla"
+  operations = 0  # Of all sequences together.
 
   @initialize(capacity=st.sampled_from(CAPACITIES))
   def start(self, capacity):
     self.capacity, self.seed = capacity, 0
     self.stash = ps.Stash.empty(capacity, SPECS)
     self.forget()
+
+  @invariant()
+  def count(self):
+    type(self).operations += 1
 
   def forget(self):
     """Of the model: nothing is stored."""
@@ -148,20 +154,25 @@ class StashMachine(RuleBasedStateMachine):
           assert np.isnan(actual).all()
 
 
-def run(implementation, sequences, operations):
-  machine = type("Machine", (StashMachine,), {"implementation": implementation})
-  options = {"max_examples": sequences, "stateful_step_count": operations, "deadline": None}
-  run_state_machine_as_test(machine, settings=settings(**options))
+def run(implementation, operations, in_sequence):
+  """Runs random sequences, of up to so many operations each, until there were so many in all."""
+  machine = type("Machine", (StashMachine,), {"implementation": implementation, "operations": 0})
+  sequences = min(10, operations // in_sequence)
+  options = {"max_examples": sequences, "stateful_step_count": in_sequence, "deadline": None}
+  while machine.operations < operations:
+    run_state_machine_as_test(machine, settings=settings(**options))
 
 
 @pytest.mark.parametrize(
-  "implementation, sequences", [(IMPLEMENTATIONS[0], 23), (IMPLEMENTATIONS[1], 2)]
+  "implementation, operations", [(IMPLEMENTATIONS[0], 500), (IMPLEMENTATIONS[1], 40)]
 )
-def test_stash_is_its_model(implementation, sequences):
-  run(implementation, sequences, 20)
+def test_stash_is_its_model(implementation, operations):
+  run(implementation, operations, 20)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_stash_is_its_model_for_long(implementation):
-  run(implementation, 100, 100)
+@pytest.mark.parametrize(
+  "implementation, operations", [(IMPLEMENTATIONS[0], 10_000), (IMPLEMENTATIONS[1], 500)]
+)
+def test_stash_is_its_model_for_long(implementation, operations):
+  run(implementation, operations, 100)
