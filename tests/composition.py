@@ -11,7 +11,7 @@ from tests.composition_model import LAYERS
 AXES = {
   "loop": ("scan", "scan of scan", "dense, then MoE", "unrolled", "block of layers"),
   "remat": ("none", "full", "save names", "offload names", "save everything"),
-  "devices": ("1", "2", "8", "2 x 2", "2 x 4"),
+  "devices": ("1", "2", "4", "8", "2 x 2", "2 x 4"),
   "shard_map": ("none", "around", "around, unchecked", "in layer", "in layer, unchecked"),
   "call": ("jit", "donated", "exported"),
   "vmap": ("none", "inputs", "models"),
