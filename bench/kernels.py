@@ -89,17 +89,6 @@ def cycles_of(case):
     return None, f"no estimate: {lines[-1] if lines else done.returncode}"
 
 
-def worse_than_prefix(rows):
-  """Prints each row's multiple of the prefix layout; returns those above the target, as text."""
-  found = []
-  for row in rows:
-    ratio = report.of_prefix(row, rows)
-    print(f"{report.name(row)}: {f'{ratio:.2f}' if ratio else 'no estimate'}")
-    if row["chip"] != "tpu7x" and not (ratio and ratio <= report.MOST_OF_PREFIX):
-      found.append(f"{report.name(row)}: {ratio and f'{ratio:.2f}'} times the prefix layout")
-  return found
-
-
 def estimates(cases):
   """Prints and returns the rows of cases."""
   print(report.HEADER, flush=True)
@@ -131,7 +120,10 @@ def main(args):
     rows = estimates(all_cases.check_cases())
     sys.exit("\n".join(report.failures(rows, json.loads(BASELINE.read_text()))) or 0)
   if SWEEP.value:
-    sys.exit("\n".join(worse_than_prefix(estimates(all_cases.sweep_cases()))) or 0)
+    rows = estimates(all_cases.sweep_cases())
+    ratios = {report.name(row): report.of_prefix(row, rows) for row in rows}
+    print("Of the prefix layout:", json.dumps(ratios, indent=1), sep="\n")
+    sys.exit("\n".join(report.above_prefix(rows)) or 0)
   output = pathlib.Path(OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
   if ESTIMATE.value:

@@ -58,10 +58,9 @@ class Buffers:
   """Sources and destinations that take turns."""
 
   def __init__(self, kernel, total_rows, width, dtype):
-    worst_case, stash = total_rows, total_rows + MARGIN_ROWS
-    source_rows, destination_rows = worst_case, stash
-    if kernel != "compact":
-      source_rows, destination_rows = stash, 0
+    source_rows, destination_rows = total_rows, total_rows + MARGIN_ROWS
+    if kernel != "compact":  # It makes its own destination.
+      source_rows, destination_rows = total_rows + MARGIN_ROWS, 0
     make = lambda rows: [jnp.full((rows, width), i, dtype) for i in range(ROTATED)]
     self.sources, self.destinations = make(source_rows), make(destination_rows)
     self.turn = 0

@@ -24,8 +24,7 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
 
   With them,
 
-  - rows of the stash that were never written, and rows that `pop` or `reset` freed, are
-    NaN;
+  - rows of the stash that were never written, and rows that `pop` or `reset` freed, are NaN;
   - `push` keeps a checksum of the rows of each residual in the slot; `restore` and the backward
     pass compare it with that of the rows that come back. Rows that differ, or that come back to
     other places than they were pushed from, are printed and become NaN, all of their residual.
@@ -53,7 +52,12 @@ def is_debugging() -> bool:
 
 
 def poison_rows_from(first: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-  """Returns `buffers`, each [rows, width], with NaN in the rows from `first`, int32[], on."""
+  """Returns `buffers`, each [rows, width], with NaN in rows from `first`, int32[], on: in the mode.
+
+  Without it they are returned as they are.
+  """
+  if not is_debugging():
+    return buffers
 
   def poison(buffer):
     is_free = lax.broadcasted_iota(jnp.int32, buffer.shape, 0) >= first

@@ -154,8 +154,7 @@ class Stash:
     buffers = tuple(
       lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
-    if debugging.is_debugging():
-      buffers = debugging.poison_rows_from(0, buffers)
+    buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
     zeros = lambda dtype=jnp.int32: jnp.zeros((num_shards,), dtype)
     counters = _Counters(*(zeros() for _ in _Counters._fields))
@@ -277,9 +276,7 @@ class Stash:
     canary = jnp.where(is_right, lax.stop_gradient(self.canary), jnp.nan)
     wanted = self.counters.wanted_rows - jnp.where(is_right, rows_taken, 0)
     counters = self.counters._replace(wanted_rows=wanted)
-    buffers = self.buffers
-    if debugging.is_debugging():
-      buffers = debugging.poison_rows_from(top[0], buffers)
+    buffers = debugging.poison_rows_from(top[0], self.buffers)
     return Stash(self.residuals, buffers, top, counters, canary)
 
   def reset(self) -> "Stash":
@@ -290,9 +287,7 @@ class Stash:
     """
     top, wanted = jnp.zeros_like(self.top), jnp.zeros_like(self.counters.wanted_rows)
     counters = self.counters._replace(wanted_rows=wanted)
-    buffers = self.buffers
-    if debugging.is_debugging():
-      buffers = debugging.poison_rows_from(0, buffers)
+    buffers = debugging.poison_rows_from(0, self.buffers)
     return Stash(self.residuals, buffers, top, counters, lax.stop_gradient(self.canary))
 
   def stats(self) -> StashStats:

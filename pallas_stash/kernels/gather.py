@@ -221,11 +221,11 @@ def _kernel(
   last_tile = jnp.minimum(first_tile + share, tiles)
   last_row = jnp.minimum(row_of_tile(last_tile), window_last)
 
-  def seek(run, row, landed, landed_at):
-    """Returns the position of the first row at or after `row` that is in run `run` or later."""
+  def seek(run, row):
+    """Returns the run and the row of the first row at or after `row` in run `run` or later."""
     is_before = lambda run: (sizes[run] == 0) | (destinations[run] + sizes[run] <= row)
     run = lax.while_loop(is_before, lambda run: run + 1, run)
-    return Position(run, jnp.maximum(destinations[run], row), landed, landed_at)
+    return run, jnp.maximum(destinations[run], row)
 
   def piece_at(position):
     run, row, landed, _ = position
@@ -270,10 +270,11 @@ def _kernel(
     return position_behind(piece, position, there_is_one)
 
   def position_behind(piece, position, there_is_one=True):
+    """Returns the position of the piece that follows; the same run and row where there is none."""
     end = piece.source_row + piece.last - piece.first
     landed_at = piece.landing_row + align_down(end) - align_down(piece.source_row)
     row = jnp.where(there_is_one, piece.tile_row + piece.last, position.row)
-    return seek(position.run, row, end, landed_at)
+    return Position(*seek(position.run, row), end, landed_at)
 
   def store(slots, slot, tile_row, first, last):
     tile = slot if slots.tiles.shape[0] > 1 else 0
@@ -387,7 +388,7 @@ def _kernel(
   if is_new:
     fill(blank.tiles.at[0], blank_word)
 
-  start = seek(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0))
+  start = Position(*seek(jnp.int32(0), row_of_tile(first_tile)), jnp.int32(-1), jnp.int32(0))
   position_to_load = start
   for slot in range(LOADS_AHEAD):
     position_to_load = load_next(position_to_load, slot)
