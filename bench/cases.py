@@ -83,11 +83,15 @@ def full_cases():
 
 
 def check_cases():
-  """At 4096 rows of 7168 bfloat16: groups of 64 rows and the prefix that they are compared with."""
+  """4096 rows of 7168 bfloat16; and the layout that costs most of its prefix, narrow bytes."""
   for chip in BANDWIDTH:
-    for kernel in "compact", "expand_undefined":
-      for layout, offset in ("prefix", 0), ("ragged-64", 3):
-        yield make_case(chip, kernel, layout, shape=(16_384, 7168), offset=offset)
+    for kernel in KERNELS:
+      yield make_case(chip, kernel, shape=(16_384, 7168))
+    if chip != "tpu7x":
+      for kernel in "compact", "expand_undefined":
+        for layout, offset in ("prefix", 0), ("ragged-128", 5):
+          options = {"shape": (FEWER[0], 2048), "dtype": "int8", "offset": offset}
+          yield make_case(chip, kernel, layout, **options)
 
 
 def sweep_cases():

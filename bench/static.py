@@ -15,7 +15,6 @@ PROFILES = tempfile.mkdtemp()
 os.environ.update(ENVIRONMENT)
 os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_static_llo_profile_to={PROFILES}"
 
-import dataclasses
 import json
 import pathlib
 import re
@@ -23,7 +22,9 @@ import sys
 from unittest import mock
 
 import jax
+from jax.experimental import pallas as pl
 from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
@@ -35,35 +36,35 @@ from pallas_stash.kernels import gather
 from pallas_stash.ragged import CopyRuns
 
 
-@dataclasses.dataclass(frozen=True)
-class Assumed:
-  """A scalar-prefetch reference, which the estimator reads as 0, with values added to it."""
-
-  ref: object
-  value: object
-
-  def __getitem__(self, i):
-    return self.ref[i] + self.value(i)
-
-
 def assume(layout: Layout, kernel: str, total_rows: int):
-  """Returns the kernel of `gather` for runs that are known when it is compiled."""
+  """Returns the kernel of `gather` for runs that are known when it is compiled.
+
+  The estimator reads scalar-prefetch references as 0, but follows what a kernel itself stores in
+  scalar memory: so this one starts with storing its scalars.
+  """
+  groups = range(layout.groups)
   ends = layout.wide_rows, layout.tight_rows
   sources, destinations = ends if kernel == "compact" else ends[::-1]
-  last = layout.groups - 1
-  window = [destinations(0), destinations(last) + layout.sizes(last), 0, 0]
-  if kernel == "expand":
-    window = [0, total_rows, 0, 1]
-  # The last run is the one that ends every search.
-  until_end = lambda value, end: lambda i: jnp.where(i > last, end, value(i))
-  values = (
-    sources,
-    until_end(destinations, gather.NO_ROW),
-    until_end(layout.sizes, 1),
-    window.__getitem__,
+  last_row = destinations(groups[-1]) + layout.sizes(groups[-1])
+  # As `gather` prepares them; the last run is the one that ends every search.
+  scalars = (
+    [*(sources(i) - destinations(i) for i in groups), 0],
+    [*(destinations(i) for i in groups), gather.NO_ROW],
+    [*(destinations(i) + layout.sizes(i) for i in groups), gather.NO_ROW + 1],
+    [0, total_rows, 0, 1] if kernel == "expand" else [destinations(0), last_row, 0, 0],
   )
   real = gather._kernel
-  return lambda *refs, **static: real(*map(Assumed, refs[:4], values), *refs[4:], **static)
+
+  def assumed(*refs, **static):
+    def run(*stored):
+      for ref, values in zip(stored, scalars, strict=True):
+        for i, value in enumerate(values):
+          ref[i] = jnp.int32(value)
+      real(*stored, *refs[len(stored) :], **static)
+
+    pl.run_scoped(run, *(pltpu.SMEM((len(values),), jnp.int32) for values in scalars))
+
+  return assumed
 
 
 def estimate(case: dict) -> int:
@@ -98,7 +99,7 @@ def estimate(case: dict) -> int:
     mock.patch.object(gather, "_kernel", assume(layout, case["kernel"], total_rows)),
     # The scalars are to be arguments, in HBM: of those that XLA computes, and leaves in VMEM, the
     # estimator of v5e says "Unsupported DMA direction".
-    mock.patch.object(jnp, "append", lambda runs, end: runs),
+    mock.patch.object(gather, "_searchable", lambda runs: runs),
   ):
     jax.jit(copy, donate_argnums=donated).trace(*args).lower().compile()
   texts = [path.read_text(errors="replace") for path in pathlib.Path(PROFILES).iterdir()]

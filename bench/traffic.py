@@ -96,15 +96,23 @@ def dma_rows(layout: Layout, kernel: str, total_rows: int, tiling: Tiling) -> tu
       # The block that it shares with the piece before it is there.
       read += up(source + last - first) - (up(source) if source == landed else down(source))
       landed = source + last - first
-    (first, last, source), (_, end, _) = in_tile[0], in_tile[-1]
-    is_whole = first == 0 and last == min(owned, tile_rows)
-    if is_whole and source % align == last % align == 0:
+    first, last, source = in_tile[0]
+    if first == 0 and last == min(owned, tile_rows) and source % align == last % align == 0:
       written += last
       continue
     if kernel == "compact":
       read += min(block, up(owned)) if tile_row < window_first else 0
       read += up(owned) - down(owned, block) if owned < tile_rows and owned % align else 0
-    written += up(min(owned, tile_rows)) if is_filled else up(end) - down(first, block)
+    if is_filled:
+      written += up(min(owned, tile_rows))
+      continue
+    lasts = [last for _, last, _ in in_tile]
+    for end, (next_first, _, _) in zip(lasts, [*in_tile[1:], (tile_rows, 0, 0)], strict=True):
+      # Pieces in different blocks are stored one by one, unless there is no gap between any.
+      is_apart = kernel == "expand_undefined" and up(end) <= down(next_first, block)
+      if is_apart or end == lasts[-1]:
+        written += up(end) - down(first)
+        first = next_first
   if is_filled:
     written += sum(
       min(tile_rows, window_last - tile * tile_rows)

@@ -67,6 +67,8 @@ def kernels_of(implementation, case, dtype, interpret=kernels.INTERPRET):
       choose_tiling(case.stash_width + -case.stash_width % 128, itemsize),
       tile_rows=case.tile_rows,
       column_blocks=case.column_blocks,
+      landing_slots=4,  # The fewest, so that they are used often.
+      assembly_slots=2,
     )
     interpret = implementation == "mosaic_interpret" and interpret
     module, options = mosaic_tpu, {"tiling": tiling, "interpret": interpret}
@@ -143,8 +145,8 @@ def edge_cases(case):
   yield ([rows // GROUPS] * GROUPS, None), -3
   yield ([rows - 13], [13]), 5  # Crosses every tile, shifted by whole words and not.
   yield ([2], [13]), 11  # Within one block, at neither edge.
-  yield ([1, 0, 1, 1, 0, 1, 1, 1], [31, 9, 2, 30, 0, 17, 0, 8]), 33  # Many groups, one tile.
   yield ([8, 16, 8], [40, 0, 32]), 32  # Aligned groups, out of order.
+  yield ([1, 0, 9, 1, 0, 1, 1, 1], [31, 9, 2, 30, 0, 17, 0, 12]), 33  # Many groups, one tile.
   yield ([20, 0, 17, 3], [1, 64, 44, 25]), stash_rows - 35  # Falls past the end.
   # From the last row of a block to within one, and blank tiles between the groups.
   yield ([41, 2, 9, 0, 14], [rows - 42, 15, 1, 0, 17]), 7
@@ -161,7 +163,7 @@ class TestEveryImplementation:
 
   @pytest.mark.parametrize("case, dtype", CASES)
   def test_sampled(self, implementation, case, dtype):
-    examples = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 6}
+    examples = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 4}
 
     @settings(max_examples=examples.get(implementation, 40), deadline=None)
     @given(layouts(case.total_rows), start_rows(case.stash_rows), st.integers(0, 2**31))
@@ -171,8 +173,8 @@ class TestEveryImplementation:
     run()
 
   def test_all_patterns_of_empty_groups(self, implementation):
-    sizes, starts = np.array([3, 1, 8, 5, 2, 3, 1, 4]), [29, 0, 12, 1, 24, 6, 28, 20]
-    for pattern in itertools.product([0, 1], repeat=GROUPS):
+    sizes, starts = np.array([3, 1, 8, 5, 2, 3]), [29, 0, 12, 1, 24, 6]
+    for pattern in itertools.product([0, 1], repeat=len(sizes)):
       layout = (sizes * pattern).tolist(), starts
       check(implementation, SMALL, "bfloat16", layout, start=5, seed=sum(pattern))
 

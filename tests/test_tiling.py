@@ -9,7 +9,7 @@ WIDTHS = [*range(128, 9 * 1024, 128), *range(9 * 1024, 65_537, 1024), 20_992, 65
 
 def test_deepseek_v3():
   assert choose_tiling(7168, itemsize=2) == Tiling(
-    row_alignment=8, word_rows=2, block_rows=16, tile_rows=192, column_blocks=((0, 7168),)
+    row_alignment=8, word_rows=2, block_rows=16, tile_rows=128, column_blocks=((0, 7168),)
   )
 
 
@@ -27,6 +27,7 @@ class TestEveryWidth:
       assert tiling.word_rows * itemsize == 4
       assert tiling.block_rows == 8 * tiling.word_rows
       assert tiling.tile_rows >= 32
+      assert tiling.tile_rows.bit_count() == 1
       assert tiling.tile_rows % tiling.block_rows == 0
       assert tiling.tile_rows % tiling.row_alignment == 0
 
@@ -44,9 +45,9 @@ class TestEveryWidth:
     for width in range(128, 32 * 1024 // itemsize + 1, 128):
       assert choose_tiling(width, itemsize).column_blocks == ((0, width),)
 
-  def test_buffers_stay_below_20_mib(self, itemsize):
+  def test_buffers_stay_below_22_mib(self, itemsize):
     sizes = {width: choose_tiling(width, itemsize).vmem_bytes(itemsize) for width in WIDTHS}
-    assert {width: size for width, size in sizes.items() if size > 20 * 2**20} == {}
+    assert {width: size for width, size in sizes.items() if size > 22 * 2**20} == {}
 
 
 def test_vmem_bytes_counts_every_buffer():
@@ -56,9 +57,9 @@ def test_vmem_bytes_counts_every_buffer():
     block_rows=8,
     tile_rows=32,
     column_blocks=((0, 256), (256, 128)),
-    landing_slots=3,
+    landing_slots=4,
     assembly_slots=2,
     blank_stores=5,
   )
-  landing, assembly, blank = 3 * (32 + 8), 2 * 32, 1 * 32  # All blank stores read one tile.
+  landing, assembly, blank = 4 * (32 + 8), 2 * 32, 1 * 32  # All blank stores read one tile.
   assert tiling.vmem_bytes(4) == (landing + assembly + blank) * 256 * 4

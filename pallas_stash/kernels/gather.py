@@ -7,12 +7,13 @@ share of the tiles:
     source --load--> landing slot --shift and merge--> assembly slot --store--> destination
                           \\_________ a whole aligned tile needs neither __________/
 
-HBM moves in blocks of `row_alignment` rows, whatever the row numbers: a piece is loaded with up to
-a block too much at either end, but for a block that the piece before it has brought already. In
-VMEM the landed rows are shifted to where they belong and merged into the tile (`tile_words`).
-Compact owns only the window of rows that its runs cover; what else lies in the first and last block
-is read first and written back as it was. Expand owns every row, and fills those that no run covers
-with a blank word, or leaves them undefined: then it stores no tile without a piece.
+The loads of some pieces are ahead, noted in scalar memory. HBM moves in blocks of `row_alignment`
+rows, whatever the row numbers: a piece is loaded with up to a block too much at either end, but for
+a block that the piece before it has brought already. In VMEM the landed rows are shifted to where
+they belong and merged into the tile (`tile_words`). Compact owns only the window of rows that its
+runs cover; what else lies in the first and last block is read first and written back as it was.
+Expand owns every row, and fills those that no run covers with a blank word, or leaves them
+undefined: then it stores hardly more than the pieces.
 """
 
 import functools
@@ -30,7 +31,7 @@ from pallas_stash.kernels.int32 import div, rem
 from pallas_stash.kernels.tiling import choose_tiling
 
 CORES = 2  # Those of a megacore chip share the tiles; elsewhere one core takes both halves in turn.
-LOADS_AHEAD = 2  # A landing slot is loaded again two pieces after its last store was started.
+IDLE_SLOTS = 2  # A landing slot is loaded again two pieces after a store from it was started.
 NO_ROW = 2**31 - 2  # Behind every row.
 
 
@@ -74,12 +75,12 @@ class Slots(NamedTuple):
 
 
 class Position(NamedTuple):
-  """Where the next piece starts, all int32[].
+  """Where to look for the next piece, all int32[].
 
   Attributes:
-    run, row: row `row` of the destination, which is in run `run`.
+    run, row: the first row at or after `row` of the destination that is in run `run` or later.
     landed: the source row behind those of the piece before; -1 for the first piece of a core.
-    landed_at: where the block of that row is in the landing slot of the piece before.
+    landed_at: where that row is in the landing slot of the piece before.
   """
 
   run: jax.Array
@@ -92,28 +93,20 @@ class Piece(NamedTuple):
   """Consecutive rows of one run within one tile, all int32[].
 
   Attributes:
-    tile: number of the tile.
-    tile_row: destination row where the tile starts.
+    tile: number of the tile; not one of the core's if it has no more pieces.
     first, last: rows of the piece within the tile, [first, last).
-    source_row: source row of row `first`.
-    is_continued: whether the block of `source_row` landed with the piece before, to be copied.
-    load_row, load_rows: the other aligned source rows around the piece, to be loaded.
-    landing_row: where the block of `source_row` is in the landing slot, a multiple of `block_rows`.
-    load_to: where the load goes in the landing slot, a multiple of `row_alignment`.
-    shift: row `i` of the tile is row `i + shift` of the landing slot, `0 <= shift < block_rows`.
+    shift: row `i` of the tile is row `i + shift` of the landing slot, `0 <= shift < row_alignment`.
+    load_rows: aligned rows to be loaded.
+    continues_at: where the piece before ends in its landing slot, if this piece starts in the same
+      block, which is then not loaded again but copied; else -1.
   """
 
   tile: jax.Array
-  tile_row: jax.Array
   first: jax.Array
   last: jax.Array
-  source_row: jax.Array
-  is_continued: jax.Array
-  load_row: jax.Array
-  load_rows: jax.Array
-  landing_row: jax.Array
-  load_to: jax.Array
   shift: jax.Array
+  load_rows: jax.Array
+  continues_at: jax.Array
 
 
 def gather(source, destination, runs, window, tiling=None, interpret=False):
@@ -135,9 +128,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   dtype = source.dtype
   tiling = tiling or choose_tiling(source.shape[1], dtype.itemsize)
   is_new = isinstance(destination, jax.ShapeDtypeStruct)
-  # One more run ends every search: it starts behind all rows.
-  end_of_runs = [jnp.full((1,), value, jnp.int32) for value in (0, NO_ROW, 1)]
-  scalars = (*map(jnp.append, runs, end_of_runs), window)
+  scalars = *_searchable(runs), window
   mat = jax.typeof(source).manual_axis_type
   out_shape = jax.ShapeDtypeStruct(destination.shape, dtype, manual_axis_type=mat)
   in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -166,12 +157,15 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
           slots(tiling.landing_slots, tiling.landing_slots, landing_rows),
           slots(tiling.assembly_slots, tiling.assembly_slots, tiling.tile_rows),
           slots(tiling.blank_stores, 1, tiling.tile_rows),
+          pltpu.SMEM((len(Piece._fields) * tiling.landing_slots,), jnp.int32),
         ],
       ),
       out_shape=out_shape,
       input_output_aliases={len(scalars) + 1: 0} if updated else {},
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel",),
+        # Runs lie inside both buffers. Checking that again costs as much as all else for a piece.
+        disable_bounds_checks=True,
         vmem_limit_bytes=tiling.vmem_bytes(dtype.itemsize) + 2**21,
       ),
       interpret=interpret,
@@ -180,11 +174,38 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   return destination
 
 
+def _searchable(runs):
+  """Returns what the kernel reads of each run: the first row behind it tells whether to skip it.
+
+  Returns:
+    int32[runs + 1], source row less destination row, first destination row and that behind the
+    last, 0 for an empty run. The last run ends every search: it starts behind all rows.
+  """
+  sources, destinations, sizes = runs
+  ends = jnp.where(sizes > 0, destinations + sizes, 0)
+  end_of_runs = 0, NO_ROW, NO_ROW + 1
+  searched = sources - destinations, destinations, ends
+  return [jnp.append(x, jnp.int32(end)) for x, end in zip(searched, end_of_runs, strict=True)]
+
+
+def _cond_seldom(condition, function, operand):
+  """Returns `function(operand)` if a condition holds, else `operand`; costs little if not.
+
+  It is a loop: of a branch the compiler may execute what is short in any case, predicated.
+  """
+  return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), operand)
+
+
+def _when_seldom(condition):
+  """Is `pl.when` as `_cond_seldom`."""
+  return lambda function: _cond_seldom(condition, lambda nothing: function(), None)
+
+
 def _kernel(
   # Scalars.
-  sources,
+  offsets,
   destinations,
-  sizes,
+  ends,
   window,
   # HBM.
   source,
@@ -194,6 +215,7 @@ def _kernel(
   landing,
   assembly,
   blank,
+  pieces,
   *,
   columns,
   tiling,
@@ -221,60 +243,68 @@ def _kernel(
   last_tile = jnp.minimum(first_tile + share, tiles)
   last_row = jnp.minimum(row_of_tile(last_tile), window_last)
 
-  def seek(run, row):
-    """Returns the run and the row of the first row at or after `row` in run `run` or later."""
-    is_before = lambda run: (sizes[run] == 0) | (destinations[run] + sizes[run] <= row)
-    run = lax.while_loop(is_before, lambda run: run + 1, run)
-    return run, jnp.maximum(destinations[run], row)
+  def slot_before(slot, of, by=1):
+    """Returns the slot whose turn was `by` turns before that of `slot`."""
+    return jnp.where(slot < by, slot + of.stores.shape[0] - by, slot - by)
 
-  def piece_at(position):
-    run, row, landed, _ = position
-    tile = div(row - tiles_row, tile_rows)
-    tile_row = row_of_tile(tile)
-    first = row - tile_row
-    last = jnp.minimum(destinations[run] + sizes[run] - tile_row, tile_rows)
-    source_row = sources[run] + row - destinations[run]
-    source_block = align_down(source_row)
-    is_continued = (source_row == landed) & (source_row != source_block)
-    there = jnp.where(is_continued, alignment, 0)
-    landing_row = block_down(first)
-    shift = (source_row - source_block) - (first - landing_row)
-    behind = jnp.where(shift < 0, block_rows, 0)
-    return Piece(
-      tile=tile,
-      tile_row=tile_row,
-      first=first,
-      last=last,
-      source_row=source_row,
-      is_continued=is_continued,
-      load_row=pl.multiple_of(source_block + there, alignment),
-      load_rows=align_up(source_row + last - first) - source_block - there,
-      landing_row=pl.multiple_of(landing_row + behind, block_rows),
-      load_to=pl.multiple_of(landing_row + behind + there, alignment),
-      shift=shift + behind,
-    )
-
-  def load(piece, slot):
-    rows = pl.multiple_of(piece.load_rows, alignment)
+  def load(slot, row, to, rows):
+    rows = pl.multiple_of(rows, alignment)
     return pltpu.make_async_copy(
-      source.at[pl.ds(piece.load_row, rows), columns],
-      landing.tiles.at[slot, pl.ds(piece.load_to, rows)],
+      source.at[pl.ds(pl.multiple_of(row, alignment), rows), columns],
+      landing.tiles.at[slot, pl.ds(pl.multiple_of(to, alignment), rows)],
       landing.loads.at[slot],
     )
 
-  def load_next(position, slot):
-    """Starts the load of the piece at `position`, if there is one; returns the next position."""
-    piece = piece_at(position)
-    there_is_one = position.row < last_row
-    pl.when(there_is_one & (piece.load_rows > 0))(lambda: load(piece, slot).start())
-    return position_behind(piece, position, there_is_one)
+  def piece_in(slot):
+    """Returns the piece whose load goes to a landing slot."""
+    count = len(Piece._fields)
+    return Piece(*(pieces[count * slot + field] for field in range(count)))
 
-  def position_behind(piece, position, there_is_one=True):
-    """Returns the position of the piece that follows; the same run and row where there is none."""
-    end = piece.source_row + piece.last - piece.first
-    landed_at = piece.landing_row + align_down(end) - align_down(piece.source_row)
-    row = jnp.where(there_is_one, piece.tile_row + piece.last, position.row)
-    return Position(*seek(position.run, row), end, landed_at)
+  def seek(position):
+    """Returns the position in the run that holds its row or starts behind it."""
+    is_before = lambda run: ends[run] <= position.row
+    return position._replace(run=lax.while_loop(is_before, lambda run: run + 1, position.run))
+
+  def load_next(position, slot):
+    """Notes the piece at a position and starts its load; returns where to seek the next."""
+    run = position.run
+    row = jnp.maximum(destinations[run], position.row)
+    there_is_one = row < last_row
+    tile = div(row - tiles_row, tile_rows)
+    tile_row = row_of_tile(tile)
+    first, last = row - tile_row, jnp.minimum(ends[run] - tile_row, tile_rows)
+
+    # Whole blocks land, so that the first row of the piece is at `first` or little behind it.
+    source_row = row + offsets[run]
+    in_block = rem(source_row, alignment)
+    landing_row = align_up(first - in_block)
+    shift = landing_row + in_block - first
+    is_continued = (source_row == position.landed) & (in_block != 0)
+    there = jnp.where(is_continued, alignment, 0)
+    load_rows = align_up(in_block + last - first) - there
+
+    piece = Piece(
+      tile=jnp.where(there_is_one, tile, last_tile),
+      first=first,
+      last=last,
+      shift=shift,
+      load_rows=load_rows,
+      continues_at=jnp.where(is_continued, position.landed_at, -1),
+    )
+    for field, value in enumerate(piece):
+      pieces[len(piece) * slot + field] = value
+
+    @pl.when(there_is_one & (load_rows > 0))
+    def _():
+      load(slot, source_row - in_block + there, landing_row + there, load_rows).start()
+
+    row = jnp.where(there_is_one, tile_row + last, row)
+    return Position(
+      run=run + (ends[run] == row).astype(jnp.int32),
+      row=row,
+      landed=source_row + last - first,
+      landed_at=last + shift,
+    )
 
   def store(slots, slot, tile_row, first, last):
     tile = slot if slots.tiles.shape[0] > 1 else 0
@@ -286,8 +316,8 @@ def _kernel(
     )
 
   def start_store(slots, slot, tile_row, first, last):
-    """Starts to store rows `first` to `last` of a tile, from the start of a block on."""
-    slots.rows_leaving[slot] = last - first
+    """Starts to store rows `first` to `last` of a tile, whole HBM tiles."""
+    slots.rows_leaving[slot] = slots.rows_leaving[slot] + last - first
     store(slots, slot, tile_row, first, last).start()
 
   def finish_store(slots, slot):
@@ -328,74 +358,92 @@ def _kernel(
     pl.when(ends_inside)(lambda: read_edge(slot, tile_row, block_down(last), align_up(last)))
 
   def write_piece(state):
-    index, position, position_to_load, previous_tile, tiles_opened, first = state
-    slot = rem(index, tiling.landing_slots)
-    piece = piece_at(position)
-    next_position = position_behind(piece, position)
-    rows_owned = jnp.minimum(window_last - piece.tile_row, tile_rows)
+    slot, position, previous_tile, tile_slot, first_merged = state
+    piece = piece_in(slot)
+    next_slot = jnp.where(slot == tiling.landing_slots - 1, 0, slot + 1)
+    next_piece = piece_in(next_slot)
     is_first_piece = piece.tile != previous_tile
-    first = jnp.where(is_first_piece, piece.first, first)
-    tiles_opened += is_first_piece.astype(jnp.int32)
-    pl.when(piece.load_rows > 0)(lambda: load(piece, slot).wait())
-
-    @pl.when(piece.is_continued)
-    def _():
-      # Two slots before the one that is loaded next: what landed there is still there.
-      previous = landing.tiles.at[rem(index + tiling.landing_slots - 1, tiling.landing_slots)]
-      shared = previous[pl.ds(pl.multiple_of(position.landed_at, alignment), alignment)]
-      landing.tiles[slot, pl.ds(piece.landing_row, alignment)] = shared
-
+    is_last_piece = piece.tile != next_piece.tile
+    # By turns, and not by tile number: groups in buckets may touch every other tile only.
+    tile_slot = jnp.where(is_first_piece, slot_before(tile_slot, assembly), tile_slot)
+    tile_row = row_of_tile(piece.tile)
+    rows_owned = jnp.minimum(window_last - tile_row, tile_rows)
     if is_new:
       store_blank_tiles(previous_tile + 1, piece.tile)
+    pl.when(piece.load_rows > 0)(lambda: load(slot, 0, 0, piece.load_rows).wait())
+
+    @pl.when(piece.continues_at >= 0)
+    def _():
+      previous = landing.tiles.at[slot_before(slot, landing)]
+      shared = previous[pl.ds(align_down(piece.continues_at), alignment)]
+      landing.tiles[slot, pl.ds(align_down(piece.first + piece.shift), alignment)] = shared
 
     is_whole_tile = (piece.first == 0) & (piece.last == rows_owned)
-    is_aligned = (piece.source_row == piece.load_row) & (piece.last == align_down(piece.last))
+    is_aligned = (piece.shift == 0) & (piece.last == align_down(piece.last))
     is_ready = is_whole_tile & is_aligned
 
-    @pl.when(is_ready)
-    def _():
-      start_store(landing, slot, piece.tile_row, 0, piece.last)
+    # Where what is between is undefined, pieces in different blocks are stored one by one.
+    is_complete = is_last_piece
+    if is_new:
+      first_merged = jnp.where(first_merged < 0, piece.first, first_merged)
+      is_apart = align_up(piece.last) <= block_down(next_piece.first)
+      is_complete |= (is_filled == 0) & is_apart
 
-    @pl.when(jnp.logical_not(is_ready))
-    def _():
-      # By turns, and not by tile number: groups in buckets may touch every other tile only.
-      tile_slot = rem(tiles_opened, tiling.assembly_slots)
+    free_slot = slot_before(slot, landing, by=IDLE_SLOTS)
+    finish_store(landing, free_slot)
+    position = seek(position)
 
-      @pl.when(is_first_piece)
+    def store_landed(position):
+      start_store(landing, slot, tile_row, 0, piece.last)
+      return load_next(position, free_slot)
+
+    def merge_landed(position):
+      @_when_seldom(is_first_piece)
       def _():
         finish_store(assembly, tile_slot)
-        open_tile(tile_slot, piece.tile_row)
+        open_tile(tile_slot, tile_row)
 
-      merge(
-        landing.tiles.at[slot], assembly.tiles.at[tile_slot], piece.first, piece.last, piece.shift
+      # Rows behind the piece may become anything where no others are kept: a later piece or none
+      # writes them.
+      last = block_down(piece.last + block_rows - 1)
+      is_kept = (is_filled != 0) | (last > rows_owned)
+      next_position = merge(
+        landing.tiles.at[slot],
+        assembly.tiles.at[tile_slot],
+        piece.first,
+        jnp.where(is_kept, piece.last, last),
+        piece.shift,
+        meanwhile=lambda: load_next(position, free_slot),
       )
 
-      @pl.when(next_position.row >= jnp.minimum(piece.tile_row + tile_rows, last_row))
+      @pl.when(is_complete)
       def _():
-        # What is undefined is left as it is, but for the ends of blocks.
-        first_stored = block_down(jnp.where(is_filled == 0, first, 0))
+        first_stored = first_merged if is_new else jnp.maximum(window_first - tile_row, 0)
+        first_stored = align_down(jnp.where(is_filled == 0, first_stored, 0))
         last_stored = align_up(jnp.where(is_filled == 0, piece.last, rows_owned))
-        start_store(assembly, tile_slot, piece.tile_row, first_stored, last_stored)
+        start_store(assembly, tile_slot, tile_row, first_stored, last_stored)
 
-    free_slot = rem(index + LOADS_AHEAD, tiling.landing_slots)
-    finish_store(landing, free_slot)
-    position_to_load = load_next(position_to_load, free_slot)
-    return index + 1, next_position, position_to_load, piece.tile, tiles_opened, first
+      return next_position
+
+    position = _cond_seldom(is_ready, store_landed, position)
+    position = lax.cond(is_ready, lambda position: position, merge_landed, position)
+    if is_new:
+      first_merged = jnp.where(is_complete, -1, first_merged)
+    return next_slot, position, piece.tile, tile_slot, first_merged
 
   for slots in all_slots:
     for slot in range(slots.rows_leaving.shape[0]):
       slots.rows_leaving[slot] = 0
   if is_new:
-    fill(blank.tiles.at[0], blank_word)
+    pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
 
-  start = Position(*seek(jnp.int32(0), row_of_tile(first_tile)), jnp.int32(-1), jnp.int32(0))
-  position_to_load = start
-  for slot in range(LOADS_AHEAD):
-    position_to_load = load_next(position_to_load, slot)
-  *_, last_written_tile, _, _ = lax.while_loop(
-    lambda state: state[1].row < last_row,
+  position = Position(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0))
+  for slot in range(tiling.landing_slots - IDLE_SLOTS):
+    position = load_next(seek(position), slot)
+  _, _, last_written_tile, _, _ = lax.while_loop(
+    lambda state: piece_in(state[0]).tile < last_tile,
     write_piece,
-    (jnp.int32(0), start, position_to_load, first_tile - 1, jnp.int32(0), jnp.int32(0)),
+    (jnp.int32(0), position, first_tile - 1, jnp.int32(0), jnp.int32(-1)),
   )
   if is_new:
     store_blank_tiles(last_written_tile + 1, last_tile)

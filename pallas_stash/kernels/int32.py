@@ -6,9 +6,13 @@ import numpy as np
 
 def div(x, divisor: int):
   """Returns `x // divisor` for int32 `x >= 0`."""
+  if divisor & (divisor - 1) == 0:  # The compiler does not know that `x` is not negative.
+    return lax.shift_right_logical(x, np.int32(divisor.bit_length() - 1))
   return lax.div(x, np.int32(divisor))
 
 
 def rem(x, divisor: int):
   """Returns `x % divisor` for int32 `x >= 0`."""
+  if divisor & (divisor - 1) == 0:
+    return x & np.int32(divisor - 1)
   return lax.rem(x, np.int32(divisor))

@@ -4,8 +4,6 @@ A word holds `word_rows` rows of one column, the first row in its lowest bits. A
 that fill the eight sublanes of a vector register: 8 words, `block_rows` rows.
 """
 
-import functools
-
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -18,69 +16,84 @@ from pallas_stash.kernels.tiling import LANES, SUBLANES
 CHUNK = 8 * LANES  # Columns worked on together: enough to hide latency, few enough for registers.
 
 
-def merge(landed, tile, first, last, shift, *, block_rows, interpreted):
+def merge(landed, tile, first, last, shift, meanwhile, *, block_rows, interpreted):
   """Sets rows `first` to `last` of a tile to the rows `shift` further down in `landed`.
 
   Args:
     landed: VMEM [tile_rows + block_rows, width].
     tile: VMEM [tile_rows, width]; its other rows keep every bit.
-    first, last: int32[], rows of the tile, [first, last).
+    first, last: int32[], rows of the tile, [first, last). It takes least time if `last` is a
+      multiple of `block_rows`.
     shift: int32[], `0 <= shift < block_rows`.
+    meanwhile: called once, where the compiler can pack scalar code with that for vectors.
     block_rows: static.
     interpreted: whether this is interpreted.
+
+  Returns:
+    What `meanwhile` returns.
   """
-  for columns in _chunks(tile):
-    words = [_Words(ref, columns, block_rows, interpreted) for ref in (landed, tile)]
-    _merge_columns(*words, first, last, shift, block_rows)
-
-
-def _merge_columns(landed, tile, first, last, shift, block_rows):
-  """Rotates blocks so that whole words are in place, then joins the bits of neighbours."""
   word_rows = block_rows // SUBLANES
   row_bits = 32 // word_rows
-  shape = (SUBLANES, tile.width)
-  sublane = lax.broadcasted_iota(jnp.int32, shape, 0)
   words, rest = div(shift, word_rows), rem(shift, word_rows)
-  # Rows that are no whole words away straddle two words.
-  moves = [words, words + 1] if word_rows > 1 else [words]
+  chunks = [
+    [_Words(ref, columns, block_rows, interpreted) for ref in (landed, tile)]
+    for columns in _chunks(tile)
+  ]
 
-  def rotations(block):
-    """Returns the block rotated upwards by each of the moves."""
-    down = [rem(2 * SUBLANES - move, SUBLANES) for move in moves]
-    return tuple(pltpu.roll(landed.load(block), shift, 0) for shift in down)
+  def word_below(here, there, move):
+    """Returns the words `move` further down, `0 <= move <= SUBLANES`; `there` is below `here`."""
+    both = jnp.where(_sublane(here.shape) >= move, here, there)
+    return pltpu.roll(both, (SUBLANES - move) & (SUBLANES - 1), 0)
+
+  def rows_below(here, there):
+    """Returns the words of the rows `shift` further down; `there` is the block below `here`."""
+    first = word_below(here, there, words)
+    if word_rows == 1:
+      return first
+    # Rows that are no whole words away straddle two words; the others are in both of them.
+    second = word_below(here, there, words + jnp.minimum(rest, 1))
+    bits = lambda rows: jnp.full(first.shape, row_bits * rows, jnp.int32)
+    low = lax.shift_right_logical(first, bits(rest))
+    return low | lax.shift_left(second, bits((word_rows - rest) & (word_rows - 1)))
 
   def row_mask(block):
-    """Returns words whose bits are set in rows `first` to `last`."""
-    mask = jnp.zeros(shape, jnp.int32)
+    """Returns words int32[SUBLANES, LANES] whose bits are set in rows `first` to `last`."""
+    sublane = _sublane((SUBLANES, LANES))
+    mask = jnp.zeros(sublane.shape, jnp.int32)
     for row_in_word in range(word_rows):
       row = block * block_rows + sublane * word_rows + row_in_word
       bits = jnp.uint32(((1 << row_bits) - 1) << (row_bits * row_in_word)).astype(jnp.int32)
       mask |= jnp.where((row >= first) & (row < last), bits, 0)
     return mask
 
-  def copy_block(block, current, *, is_edge):
-    following = rotations(block + 1)
-    new, *beyond = (
-      jnp.where(sublane < SUBLANES - move, here, there)
-      for move, here, there in zip(moves, current, following, strict=True)
-    )
-    if beyond:
-      low = lax.shift_right_logical(new, jnp.full(shape, row_bits * rest, jnp.int32))
-      high = lax.shift_left(beyond[0], jnp.full(shape, 32 - row_bits * rest, jnp.int32))
-      new = jnp.where(rest == 0, new, low | high)
-    if is_edge:
-      mask = row_mask(block)
-      new = (new & mask) | (tile.load(block) & ~mask)
-    tile.store(block, new)
-    return following
+  def merge_block(block, landed_here, mask=None):
+    """Merges a block; given, if not (), and returned, if not (), is what landed here and below."""
+    landed_here = landed_here or [landed.load(block) for landed, _ in chunks]
+    landed_below = [landed.load(block + 1) for landed, _ in chunks]
+    for (_, tile), here, there in zip(chunks, landed_here, landed_below, strict=True):
+      new = rows_below(here, there)
+      if mask is not None:
+        inside = jnp.tile(mask, (1, tile.width // LANES))
+        new = (new & inside) | (tile.load(block) & ~inside)
+      tile.store(block, new)
+    return landed_below if is_carried else ()
 
-  edge = functools.partial(copy_block, is_edge=True)
-  interior = functools.partial(copy_block, is_edge=False)
-  first_block = div(first, block_rows)
-  last_block = div(last - 1, block_rows)
-  current = edge(first_block, rotations(first_block))
-  current = lax.fori_loop(first_block + 1, last_block, interior, current)
-  lax.fori_loop(jnp.maximum(first_block + 1, last_block), last_block + 1, edge, current)
+  # Loads are cheaper than what a loop does to carry registers, unless they have to be arranged.
+  is_carried = word_rows == 2
+  first_block, last_block = div(first, block_rows), div(last, block_rows)
+  landed_below = merge_block(first_block, (), row_mask(first_block))
+  result = meanwhile()
+  landed_below = lax.fori_loop(first_block + 1, last_block, merge_block, landed_below)
+
+  @pl.when((rem(last, block_rows) != 0) & (first_block < last_block))
+  def _():
+    merge_block(last_block, landed_below, row_mask(last_block))
+
+  return result
+
+
+def _sublane(shape):
+  return lax.broadcasted_iota(jnp.int32, shape, 0)
 
 
 def fill(tile, word, *, block_rows, interpreted):
@@ -108,6 +121,12 @@ class _Words:
     # compiler can, and takes it for every dtype; the cast it takes for some.
     self._interpreted = interpreted
     self._view = None if interpreted else tile.bitcast(jnp.int32)
+    # Tiles of elements of two bytes are half a register high, and rows of words are in registers of
+    # two columns' halves, which each operation would arrange anew. An operand with whole columns,
+    # if it comes first, has them arranged once.
+    self._arranged = None
+    if block_rows == 2 * SUBLANES:
+      self._arranged = lax.shift_right_logical(_sublane((SUBLANES, self.width)), 3)  # Zero.
 
   def _rows(self, block, rows):
     return pl.ds(pl.multiple_of(block * rows, rows), rows), self._columns
@@ -115,7 +134,8 @@ class _Words:
   def load(self, block):
     if self._interpreted:
       return pltpu.bitcast(self._tile[self._rows(block, self._block_rows)], jnp.int32)
-    return self._view[self._rows(block, SUBLANES)]
+    words = self._view[self._rows(block, SUBLANES)]
+    return words if self._arranged is None else self._arranged | words
 
   def store(self, block, words):
     if self._interpreted:

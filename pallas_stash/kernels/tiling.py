@@ -4,7 +4,7 @@ import dataclasses
 
 SUBLANES = 8
 LANES = 128
-VMEM_BYTES = 20 * 2**20  # Of a core's 64 MiB or more.
+VMEM_BYTES = 22 * 2**20  # Of a core's 64 MiB or more.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Tiling:
     block_rows: rows of one vector register, the unit of arithmetic.
     tile_rows: destination rows of a tile, a multiple of `block_rows` and of `row_alignment`.
     column_blocks: (first column, columns) of each kernel call; one, unless rows are very wide.
-    landing_slots: tiles that can be on their way in or, where no arithmetic is needed, out.
+    landing_slots: tiles that can be on their way in or, where no arithmetic is needed, out; two are
+      not on their way in, so four at least.
     assembly_slots: tiles that can be assembled or on their way out.
     blank_stores: tiles of padding that can be on their way out.
   """
@@ -27,8 +28,8 @@ class Tiling:
   block_rows: int
   tile_rows: int
   column_blocks: tuple[tuple[int, int], ...]
-  landing_slots: int = 4
-  assembly_slots: int = 2
+  landing_slots: int = 6
+  assembly_slots: int = 3
   blank_stores: int = 4
 
   def vmem_bytes(self, itemsize: int) -> int:
@@ -46,9 +47,10 @@ def row_alignment(itemsize: int) -> int:
 def choose_tiling(width: int, itemsize: int) -> Tiling:
   """Returns the tiling for rows of `width` elements of `itemsize` bytes; `width % 128 == 0`.
 
-  Tiles are as large as 20 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
-  enough to hide their latency, and that what rows at odd places read twice is little.
-  Rows of more than 32 KiB are split by columns.
+  Tiles are as large as 22 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
+  enough to hide their latency, and few groups are divided between tiles. Their rows are a
+  power of two, by which the kernel divides with a shift. Rows of more than 32 KiB are split by
+  columns.
   """
   columns = min(width, 32 * 1024 // itemsize)
   word_rows = 4 // itemsize
@@ -61,5 +63,5 @@ def choose_tiling(width: int, itemsize: int) -> Tiling:
   )
   tiles = tiling.landing_slots + tiling.assembly_slots + 1
   tile_bytes = (VMEM_BYTES - tiling.vmem_bytes(itemsize)) // tiles
-  tile_rows = tile_bytes // (columns * itemsize) // 32 * 32
+  tile_rows = 1 << (tile_bytes // (columns * itemsize)).bit_length() - 1
   return dataclasses.replace(tiling, tile_rows=min(tile_rows, 512))
