@@ -19,7 +19,8 @@ SMALL = ModelSize(
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 
 
-def test_small_model_keeps_the_promises():
+@pytest.mark.parametrize("choices", [CHOICES[:1], pytest.param(CHOICES, marks=pytest.mark.long)])
+def test_small_model_keeps_the_promises(choices):
   def row(way, residuals=""):
     names = tuple(residuals.split("+")) if residuals else ()
     # Small tiles compile faster, here of eight devices, four to a ring.
@@ -28,15 +29,13 @@ def test_small_model_keeps_the_promises():
     return found | fit_step.compile_step(step)
 
   rows = [row("remat")]
-  for residuals in CHOICES:
+  for residuals in choices:
     save, stash = row("save", residuals), row("stash", residuals)
     rows += [save, stash]
     # Half of what saving takes more than remat, at least: a quarter of its rows are there.
     assert stash["peak_bytes"] - rows[0]["peak_bytes"] < save["peak_bytes"] - stash["peak_bytes"]
     assert stash["flops"] == save["flops"] < rows[0]["flops"]
-  seconds = {way: sum(r["cpu_seconds"] for r in rows if r["way"] == way) for way in fit_step.WAYS}
-  assert seconds["stash"] < 1.25 * seconds["save"]
-  for stash in rows[2::2]:  # of one alone, the time is too uncertain
+  for stash in rows[2::2]:  # That it compiles as fast as `save` is for `make fit` to say.
     stash["cpu_seconds"] = 0
   assert fit.broken_promises(rows) == []
 
