@@ -156,10 +156,10 @@ class RaggedRows:
     return sizes, jnp.clip(as_int32(self.group_starts), 0, self.total_rows)
 
   def _segments(self):
-    """Returns starts and sizes, int32[segments], adjacent groups as one; empty if not valid."""
+    """Returns starts and sizes, int32[segments > 0], adjacent groups as one; empty if not valid."""
     sizes, starts = self._sizes_and_starts()
     sizes = jnp.where(self.is_valid(), sizes, 0)
-    if self.group_starts is None:
+    if self.group_starts is None or sizes.shape[0] == 0:
       return jnp.zeros((1,), jnp.int32), jnp.sum(sizes, dtype=jnp.int32)[None]
     return starts, sizes
 

@@ -28,6 +28,7 @@ from tests.support import (
   IMPLEMENTATIONS,
   layouts,
   nan_of,
+  ON_TPU,
   random_bits,
   start_rows,
 )
@@ -179,8 +180,14 @@ class TestEveryImplementation:
       check(implementation, SMALL, "bfloat16", layout, start=5, seed=sum(pattern))
 
   def test_nothing_to_copy(self, implementation):
-    runs = RaggedRows(np.array([3]), 4).compact_runs(0, 8)
     rows, stash = jnp.ones((4, 2)), jnp.ones((8, 2))
+    no_group = RaggedRows(np.zeros(0, np.int32), 4, np.zeros(0, np.int32))
+    no_runs = no_group.compact_runs(0, 8), no_group.expand_runs(0, 8)
+    np.testing.assert_array_equal(kernels.compact(rows, 2 * stash, no_runs[0], implementation), 2)
+    np.testing.assert_array_equal(
+      kernels.expand(stash, no_runs[1], 4, 2, jnp.float32(7), implementation), 7
+    )
+    runs = RaggedRows(np.array([3]), 4).compact_runs(0, 8)
     assert kernels.compact(rows, stash[:0], runs, implementation).shape == (0, 2)
     assert kernels.compact(rows[:, :0], stash[:, :0], runs, implementation).shape == (8, 0)
     assert kernels.expand(stash, runs, 4, 0, jnp.float32(7), implementation).shape == (4, 0)
@@ -235,6 +242,16 @@ class TestEveryImplementation:
     jax.block_until_ready(expand(stash, from_stash, np.float32(0), False))
     jax.effects_barrier()
     assert counts and counts <= collections.Counter(most(copies=6 + 6))
+
+
+@pytest.mark.skipif(ON_TPU, reason="reads what XLA makes of it for a CPU")
+def test_few_rows_are_gathered_only_where_there_are_few():
+  runs = RaggedRows(np.array([3]), 4096).compact_runs(0, 4096)
+  rows = jnp.ones((4096, 256))
+  text = jax.jit(xla.compact).lower(rows, rows, runs).compile().as_text()
+  gathered = "f32[32,256]"
+  assert gathered in text
+  assert gathered not in text.split("\nENTRY ")[1]
 
 
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="a chip has the cores it has")

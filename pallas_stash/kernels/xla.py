@@ -15,7 +15,7 @@ from pallas_stash.kernels.int32 import div
 from pallas_stash.ragged import CopyRuns
 from pallas_stash.varying import vary_over, varying_axes
 
-LARGE_CHUNK_BYTES = 2**20
+LARGE_CHUNK_BYTES = 2**21
 SMALL_CHUNK_ROWS = 32
 COLUMN = np.int32(0)  # An int would be int64 under `jax_enable_x64`, and no row is.
 
@@ -97,9 +97,10 @@ def _copy_runs(source, destination, runs):
     copy_small = lambda i, destination: copy_chunk(small, offset(i), destination)
     destination = _repeat(small_chunks, copy_small, destination)
 
-    # A run that is smaller is merged into the rows around it.
-    merge = lambda _, destination: _merge_rows(
-      source, destination, from_row, to_row, size, small, columns
+    # A run that is smaller is merged into the rows around it. XLA would gather its rows before the
+    # loop, be it entered or not, were it not for a zero that seems to depend on the counter.
+    merge = lambda i, destination: _merge_rows(
+      source, destination, from_row + jnp.minimum(i, 0), to_row, size, small, columns
     )
     is_smaller = (size > 0) & (size < small)
     return _repeat(is_smaller.astype(jnp.int32), merge, destination)
