@@ -92,7 +92,7 @@ WAITS = [
   Fault(
     "a kernel ends with stores in flight",
     EXPAND,
-    "      finish_store(slots, slot)\n",
+    "      finish_stores(slots, slot)\n",
     "      pass\n",
   ),
   Fault(
@@ -104,19 +104,19 @@ WAITS = [
   Fault(
     "a landing slot is loaded while it is stored from",
     COMPACT,
-    "finish_store(landing, free_slot)",
+    "finish_stores(landing, free_slot)",
     NOTHING,
   ),
   Fault(
     "an assembly slot is filled while it is stored from",
     EXPAND,
-    "finish_store(assembly, tile_slot)\n        open_tile(tile_slot, tile_row)",
-    "open_tile(tile_slot, tile_row)\n        finish_store(assembly, tile_slot)",
+    "finish_stores(assembly, tile_slot)\n        open_tile(tile_slot, tile_row)",
+    "open_tile(tile_slot, tile_row)\n        finish_stores(assembly, tile_slot)",
   ),
   Fault(
     "an assembly slot is never waited for before it is used again",
     COMPACT,
-    "finish_store(assembly, tile_slot)",
+    "finish_stores(assembly, tile_slot)",
     NOTHING,
   ),
   Fault("as many loads ahead as slots", COMPACT, "IDLE_SLOTS = 2", "IDLE_SLOTS = 0"),
@@ -133,14 +133,14 @@ SIZES = [
   Fault(
     "a load is a block short",
     COMPACT,
-    "load_rows = align_up(in_block + last - first)",
-    "load_rows = align_down(in_block + last - first)",
+    "load_rows = align_up(in_hbm_tile + last - first)",
+    "load_rows = align_down(in_hbm_tile + last - first)",
   ),
   Fault(
     "a load is a block too long",
     EXPAND,
-    "load_rows = align_up(in_block + last - first)",
-    "load_rows = alignment + align_up(in_block + last - first)",
+    "load_rows = align_up(in_hbm_tile + last - first)",
+    "load_rows = alignment + align_up(in_hbm_tile + last - first)",
   ),
   Fault(
     "a store is a block short",
@@ -211,7 +211,7 @@ PLACES = [
   Fault(
     "rows that are to move down land before their place",
     COMPACT,
-    "landing_row = align_up(first - in_block)",
+    "landing_row = align_up(first - in_hbm_tile)",
     "landing_row = align_down(first)",
   ),
   Fault(
@@ -262,13 +262,13 @@ SHARED = [
   Fault(
     "every block is taken for shared",
     COMPACT,
-    "is_continued = (source_row == position.landed) & (in_block != 0)",
-    "is_continued = in_block != 0",
+    "is_continued = (source_row == position.landed) & (in_hbm_tile != 0)",
+    "is_continued = in_hbm_tile != 0",
   ),
   Fault(
     "a whole block is taken for shared",
     COMPACT,
-    "is_continued = (source_row == position.landed) & (in_block != 0)",
+    "is_continued = (source_row == position.landed) & (in_hbm_tile != 0)",
     "is_continued = source_row == position.landed",
   ),
   Fault(
@@ -307,14 +307,14 @@ CONTENTS = [
   Fault(
     "rows behind the window are lost where two pieces end in its last block",
     COMPACT,
-    "is_kept = (is_filled != 0) | (last > rows_owned)",
-    "is_kept = is_filled != 0",
+    "ends_exactly = (is_filled != 0) | (last > rows_owned)",
+    "ends_exactly = is_filled != 0",
   ),
   Fault(
     "rows between pieces are not blank",
     EXPAND,
-    "is_kept = (is_filled != 0) | (last > rows_owned)",
-    "is_kept = last > rows_owned",
+    "ends_exactly = (is_filled != 0) | (last > rows_owned)",
+    "ends_exactly = last > rows_owned",
   ),
   Fault(
     "a blank tile is skipped",
@@ -387,15 +387,15 @@ UNDETECTED = [
   Fault(
     "any number of blank stores may be in flight",
     EXPAND,
-    "finish_store(blank, slot)",
+    "finish_stores(blank, slot)",
     NOTHING,
     reason="they store one tile that stays as it is, and in the end all rows are waited for",
   ),
   Fault(
     "a landing slot is loaded just before the store from it is waited for",
     COMPACT,
-    "finish_store(landing, free_slot)",
-    "finish_store(landing, slot_before(slot, landing, by=3))",
+    "finish_stores(landing, free_slot)",
+    "finish_stores(landing, slot_before(slot, landing, by=3))",
     reason="a race of two DMAs: neither is reported, and each runs when it is waited for",
   ),
   Fault(

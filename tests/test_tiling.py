@@ -1,5 +1,7 @@
 """Tile sizes are a pure function of width and element size."""
 
+import dataclasses
+
 import pytest
 
 from pallas_stash.kernels.tiling import choose_tiling, row_alignment, Tiling
@@ -63,3 +65,10 @@ def test_vmem_bytes_counts_every_buffer():
   )
   landing, assembly, blank = 4 * (32 + 8), 2 * 32, 1 * 32  # All blank stores read one tile.
   assert tiling.vmem_bytes(4) == (landing + assembly + blank) * 256 * 4
+
+
+@pytest.mark.parametrize("sizes", [{"landing_slots": 3}, {"tile_rows": 40}])
+def test_what_the_kernel_cannot_do_is_refused(sizes):
+  (name,) = sizes
+  with pytest.raises(ValueError, match=f"{name}={sizes[name]} must be"):
+    dataclasses.replace(choose_tiling(128, 2), **sizes)

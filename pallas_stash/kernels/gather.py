@@ -7,13 +7,14 @@ share of the tiles:
     source --load--> landing slot --shift and merge--> assembly slot --store--> destination
                           \\_________ a whole aligned tile needs neither __________/
 
-The loads of some pieces are ahead, noted in scalar memory. HBM moves in blocks of `row_alignment`
-rows, whatever the row numbers: a piece is loaded with up to a block too much at either end, but for
-a block that the piece before it has brought already. In VMEM the landed rows are shifted to where
-they belong and merged into the tile (`tile_words`). Compact owns only the window of rows that its
-runs cover; what else lies in the first and last block is read first and written back as it was.
-Expand owns every row, and fills those that no run covers with a blank word, or leaves them
-undefined: then it stores hardly more than the pieces.
+The loads of some pieces are ahead, noted in scalar memory. DMAs move whole HBM tiles, of
+`row_alignment` rows, whatever the row numbers: a piece is loaded with up to an HBM tile too much at
+either end, but for one that the piece before it has brought already. In VMEM the landed rows are
+shifted to where they belong and merged into the tile, a register's rows (a block) at a time
+(`tile_words`). Compact owns only the window of rows that its runs cover; what else lies in the
+first and last block is read first and written back as it was. Expand owns every row, and fills
+those that no run covers with a blank word, or leaves them undefined: then it stores hardly more
+than the pieces.
 """
 
 import functools
@@ -42,7 +43,7 @@ class Slots(NamedTuple):
     tiles: VMEM [slots, rows, columns]; or [1, rows, columns], from which all slots store.
     loads: DMA semaphore [slots], HBM to tile.
     stores: DMA semaphore [slots], tile to HBM.
-    rows_leaving: SMEM int32[slots], rows of the store in flight, 0 where there is none.
+    rows_leaving: SMEM int32[slots], rows of the stores in flight, which share a semaphore.
   """
 
   tiles: Any
@@ -52,7 +53,7 @@ class Slots(NamedTuple):
 
   @classmethod
   def scratch_shapes(cls, slots, tiles, rows, columns, dtype, alignment):
-    """Returns what to allocate; of `tiles` with an axis for each HBM tile, unless it is None.
+    """Returns what to allocate; `tiles` with an axis of HBM tiles, unless `alignment` is None.
 
     VMEM is then tiled as HBM is, and a DMA is a plain copy. The compiler for tpu7x otherwise tiles
     twice as many rows of two bytes, and a DMA gathers and scatters: four times the cycles.
@@ -78,7 +79,7 @@ class Position(NamedTuple):
   """Where to look for the next piece, all int32[].
 
   Attributes:
-    run, row: the first row at or after `row` of the destination that is in run `run` or later.
+    run, row: it starts at the first destination row from `row` on that is in run `run` or a later.
     landed: the source row behind those of the piece before; -1 for the first piece of a core.
     landed_at: where that row is in the landing slot of the piece before.
   """
@@ -96,9 +97,9 @@ class Piece(NamedTuple):
     tile: number of the tile; not one of the core's if it has no more pieces.
     first, last: rows of the piece within the tile, [first, last).
     shift: row `i` of the tile is row `i + shift` of the landing slot, `0 <= shift < row_alignment`.
-    load_rows: aligned rows to be loaded.
+    load_rows: rows to be loaded, whole HBM tiles.
     continues_at: where the piece before ends in its landing slot, if this piece starts in the same
-      block, which is then not loaded again but copied; else -1.
+      HBM tile, which is then not loaded again but copied; else -1.
   """
 
   tile: jax.Array
@@ -118,7 +119,8 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
       buffer, whose other rows are filled with the blank word or undefined.
     runs: `CopyRuns`; without gaps between destinations where the destination is updated.
     window: int32[4]: the first and last (exclusive) destination row to write, the blank word, and
-      of a new buffer whether other rows are filled with it, 0 or 1.
+      whether other rows of the window are filled with it, 0 or 1: of a new buffer only, and then
+      the window consists of whole HBM tiles.
     tiling: `Tiling`, or None for `choose_tiling`.
     interpret: False, or `pltpu.InterpretParams`.
 
@@ -241,7 +243,8 @@ def _kernel(
   share = div(tiles + CORES - 1, CORES)
   first_tile = jnp.minimum(pl.program_id(0) * share, tiles)
   last_tile = jnp.minimum(first_tile + share, tiles)
-  last_row = jnp.minimum(row_of_tile(last_tile), window_last)
+  # Row 2**31 may be in the last tile of all, not behind another.
+  last_row = jnp.where(last_tile == tiles, window_last, row_of_tile(last_tile))
 
   def slot_before(slot, of, by=1):
     """Returns the slot whose turn was `by` turns before that of `slot`."""
@@ -261,7 +264,7 @@ def _kernel(
     return Piece(*(pieces[count * slot + field] for field in range(count)))
 
   def seek(position):
-    """Returns the position in the run that holds its row or starts behind it."""
+    """Returns the position with the run that holds its row, or else the next that starts."""
     is_before = lambda run: ends[run] <= position.row
     return position._replace(run=lax.while_loop(is_before, lambda run: run + 1, position.run))
 
@@ -274,14 +277,14 @@ def _kernel(
     tile_row = row_of_tile(tile)
     first, last = row - tile_row, jnp.minimum(ends[run] - tile_row, tile_rows)
 
-    # Whole blocks land, so that the first row of the piece is at `first` or little behind it.
+    # HBM tiles land in whole, so that the first row of the piece is at `first` or behind it.
     source_row = row + offsets[run]
-    in_block = rem(source_row, alignment)
-    landing_row = align_up(first - in_block)
-    shift = landing_row + in_block - first
-    is_continued = (source_row == position.landed) & (in_block != 0)
+    in_hbm_tile = rem(source_row, alignment)
+    landing_row = align_up(first - in_hbm_tile)
+    shift = landing_row + in_hbm_tile - first
+    is_continued = (source_row == position.landed) & (in_hbm_tile != 0)
     there = jnp.where(is_continued, alignment, 0)
-    load_rows = align_up(in_block + last - first) - there
+    load_rows = align_up(in_hbm_tile + last - first) - there
 
     piece = Piece(
       tile=jnp.where(there_is_one, tile, last_tile),
@@ -296,7 +299,7 @@ def _kernel(
 
     @pl.when(there_is_one & (load_rows > 0))
     def _():
-      load(slot, source_row - in_block + there, landing_row + there, load_rows).start()
+      load(slot, source_row - in_hbm_tile + there, landing_row + there, load_rows).start()
 
     row = jnp.where(there_is_one, tile_row + last, row)
     return Position(
@@ -320,7 +323,7 @@ def _kernel(
     slots.rows_leaving[slot] = slots.rows_leaving[slot] + last - first
     store(slots, slot, tile_row, first, last).start()
 
-  def finish_store(slots, slot):
+  def finish_stores(slots, slot):
     rows = slots.rows_leaving[slot]
 
     @pl.when(rows > 0)
@@ -332,7 +335,7 @@ def _kernel(
     @pl.loop(first, jnp.where(is_filled == 0, first, last))
     def _(tile):
       slot = rem(tile, tiling.blank_stores)
-      finish_store(blank, slot)
+      finish_stores(blank, slot)
       row = row_of_tile(tile)
       start_store(blank, slot, row, 0, jnp.minimum(tile_rows, window_last - row))
 
@@ -382,15 +385,15 @@ def _kernel(
     is_aligned = (piece.shift == 0) & (piece.last == align_down(piece.last))
     is_ready = is_whole_tile & is_aligned
 
-    # Where what is between is undefined, pieces in different blocks are stored one by one.
-    is_complete = is_last_piece
+    # Where padding is undefined, what is merged is stored when the next piece is in another block.
+    is_stored_now = is_last_piece
     if is_new:
       first_merged = jnp.where(first_merged < 0, piece.first, first_merged)
       is_apart = align_up(piece.last) <= block_down(next_piece.first)
-      is_complete |= (is_filled == 0) & is_apart
+      is_stored_now |= (is_filled == 0) & is_apart
 
     free_slot = slot_before(slot, landing, by=IDLE_SLOTS)
-    finish_store(landing, free_slot)
+    finish_stores(landing, free_slot)
     position = seek(position)
 
     def store_landed(position):
@@ -400,23 +403,23 @@ def _kernel(
     def merge_landed(position):
       @_when_seldom(is_first_piece)
       def _():
-        finish_store(assembly, tile_slot)
+        finish_stores(assembly, tile_slot)
         open_tile(tile_slot, tile_row)
 
-      # Rows behind the piece may become anything where no others are kept: a later piece or none
-      # writes them.
+      # Anything may go to the rest of a piece's last block where a later piece writes that or it is
+      # undefined, and need not be masked; not where it is filled or behind the window.
       last = block_down(piece.last + block_rows - 1)
-      is_kept = (is_filled != 0) | (last > rows_owned)
+      ends_exactly = (is_filled != 0) | (last > rows_owned)
       next_position = merge(
         landing.tiles.at[slot],
         assembly.tiles.at[tile_slot],
         piece.first,
-        jnp.where(is_kept, piece.last, last),
+        jnp.where(ends_exactly, piece.last, last),
         piece.shift,
         meanwhile=lambda: load_next(position, free_slot),
       )
 
-      @pl.when(is_complete)
+      @pl.when(is_stored_now)
       def _():
         first_stored = first_merged if is_new else jnp.maximum(window_first - tile_row, 0)
         first_stored = align_down(jnp.where(is_filled == 0, first_stored, 0))
@@ -428,7 +431,7 @@ def _kernel(
     position = _cond_seldom(is_ready, store_landed, position)
     position = lax.cond(is_ready, lambda position: position, merge_landed, position)
     if is_new:
-      first_merged = jnp.where(is_complete, -1, first_merged)
+      first_merged = jnp.where(is_stored_now, -1, first_merged)
     return next_slot, position, piece.tile, tile_slot, first_merged
 
   for slots in all_slots:
@@ -449,4 +452,4 @@ def _kernel(
     store_blank_tiles(last_written_tile + 1, last_tile)
   for slots in all_slots:
     for slot in range(slots.rows_leaving.shape[0]):
-      finish_store(slots, slot)
+      finish_stores(slots, slot)

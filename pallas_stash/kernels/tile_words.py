@@ -67,7 +67,7 @@ def merge(landed, tile, first, last, shift, meanwhile, *, block_rows, interprete
     return mask
 
   def merge_block(block, landed_here, mask=None):
-    """Merges a block; given, if not (), and returned, if not (), is what landed here and below."""
+    """Merges a block whose landed words are given, or (); returns those of the block below."""
     landed_here = landed_here or [landed.load(block) for landed, _ in chunks]
     landed_below = [landed.load(block + 1) for landed, _ in chunks]
     for (_, tile), here, there in zip(chunks, landed_here, landed_below, strict=True):
@@ -78,7 +78,7 @@ def merge(landed, tile, first, last, shift, meanwhile, *, block_rows, interprete
       tile.store(block, new)
     return landed_below if is_carried else ()
 
-  # Loads are cheaper than what a loop does to carry registers, unless they have to be arranged.
+  # To load a block again costs less than to carry it through a loop, unless it has to be arranged.
   is_carried = word_rows == 2
   first_block, last_block = div(first, block_rows), div(last, block_rows)
   landed_below = merge_block(first_block, (), row_mask(first_block))
@@ -121,9 +121,8 @@ class _Words:
     # compiler can, and takes it for every dtype; the cast it takes for some.
     self._interpreted = interpreted
     self._view = None if interpreted else tile.bitcast(jnp.int32)
-    # Tiles of elements of two bytes are half a register high, and rows of words are in registers of
-    # two columns' halves, which each operation would arrange anew. An operand with whole columns,
-    # if it comes first, has them arranged once.
+    # Of two-byte elements an HBM tile is four words high: a register loads two halves side by side,
+    # which each operation would arrange anew. To `or` them to a zero that is arranged does it once.
     self._arranged = None
     if block_rows == 2 * SUBLANES:
       self._arranged = lax.shift_right_logical(_sublane((SUBLANES, self.width)), 3)  # Zero.

@@ -17,8 +17,9 @@ class Tiling:
     block_rows: rows of one vector register, the unit of arithmetic.
     tile_rows: destination rows of a tile, a multiple of `block_rows` and of `row_alignment`.
     column_blocks: (first column, columns) of each kernel call; one, unless rows are very wide.
-    landing_slots: tiles that can be on their way in or, where no arithmetic is needed, out; two are
-      not on their way in, so four at least.
+    landing_slots: tiles that can be on their way in or, where no arithmetic is needed, out.
+      Two hold the piece that is merged and that before it, and the next is on its way: four at
+      least.
     assembly_slots: tiles that can be assembled or on their way out.
     blank_stores: tiles of padding that can be on their way out.
   """
@@ -31,6 +32,15 @@ class Tiling:
   landing_slots: int = 6
   assembly_slots: int = 3
   blank_stores: int = 4
+
+  def __post_init__(self):
+    if self.landing_slots < 4:
+      raise ValueError(f"landing_slots={self.landing_slots} must be 4 or more.")
+    if self.tile_rows % self.block_rows or self.tile_rows % self.row_alignment:
+      raise ValueError(
+        f"tile_rows={self.tile_rows} must be a multiple of block_rows={self.block_rows} and of"
+        f" row_alignment={self.row_alignment}."
+      )
 
   def vmem_bytes(self, itemsize: int) -> int:
     """Returns the bytes of the VMEM buffers of one core, for elements of `itemsize` bytes."""
