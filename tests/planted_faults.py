@@ -92,8 +92,8 @@ WAITS = [
   Fault(
     "a kernel ends with stores in flight",
     EXPAND,
-    "      finish_stores(slots, slot)\n",
-    "      pass\n",
+    "pl.loop(jnp.int32(0), count)(functools.partial(finish_stores, slots))",
+    NOTHING,
   ),
   Fault(
     "rows leaving are forgotten, so no store is waited for",

@@ -61,7 +61,6 @@ STRUCTURES = [
   for devices, structure, check_vma in [
     (1, "inside", True),
     (1, "outside", True),
-    (2, "inside", False),
     (2, "outside", False),
     (4, "inside", True),
     (4, "inside", False),

@@ -195,7 +195,8 @@ def _cond_seldom(condition, function, operand):
 
   It is a loop: of a branch the compiler may execute what is short in any case, predicated.
   """
-  return lax.fori_loop(0, condition.astype(jnp.int32), lambda _, x: function(x), operand)
+  times = condition.astype(jnp.int32)
+  return lax.fori_loop(jnp.int32(0), times, lambda _, x: function(x), operand)
 
 
 def _when_seldom(condition):
@@ -440,9 +441,12 @@ def _kernel(
   if is_new:
     pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
 
-  position = Position(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0))
-  for slot in range(tiling.landing_slots - IDLE_SLOTS):
-    position = load_next(seek(position), slot)
+  position = lax.fori_loop(
+    jnp.int32(0),
+    jnp.int32(tiling.landing_slots - IDLE_SLOTS),
+    lambda slot, position: load_next(seek(position), slot),
+    Position(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0)),
+  )
   _, _, last_written_tile, _, _ = lax.while_loop(
     lambda state: piece_in(state[0]).tile < last_tile,
     write_piece,
@@ -451,5 +455,5 @@ def _kernel(
   if is_new:
     store_blank_tiles(last_written_tile + 1, last_tile)
   for slots in all_slots:
-    for slot in range(slots.rows_leaving.shape[0]):
-      finish_stores(slots, slot)
+    count = jnp.int32(slots.rows_leaving.shape[0])
+    pl.loop(jnp.int32(0), count)(functools.partial(finish_stores, slots))
