@@ -45,14 +45,11 @@ def assume(layout: Layout, kernel: str, total_rows: int):
   groups = range(layout.groups)
   ends = layout.wide_rows, layout.tight_rows
   sources, destinations = ends if kernel == "compact" else ends[::-1]
-  last_row = destinations(groups[-1]) + layout.sizes(groups[-1])
-  # As `gather` prepares them; the last run is the one that ends every search.
-  scalars = (
-    [*(sources(i) - destinations(i) for i in groups), 0],
-    [*(destinations(i) for i in groups), gather.NO_ROW],
-    [*(destinations(i) + layout.sizes(i) for i in groups), gather.NO_ROW + 1],
-    [0, total_rows, 0, 1] if kernel == "expand" else [destinations(0), last_row, 0, 0],
-  )
+  rows_of = lambda function: np.array([function(i) for i in groups], np.int32)
+  runs = CopyRuns(*map(rows_of, (sources, destinations, layout.sizes)))
+  last_row = runs.destinations[-1] + runs.sizes[-1]
+  window = [0, total_rows, 0, 1] if kernel == "expand" else [runs.destinations[0], last_row, 0, 0]
+  scalars = [np.asarray(values) for values in (*gather.searchable(runs), window)]
   real = gather._kernel
 
   def assumed(*refs, **static):
@@ -94,12 +91,13 @@ def estimate(case: dict) -> int:
     args, donated = (worst_case, stash, struct((), jnp.int32), row_numbers), 1
     if case["kernel"] != "compact":
       donated = 0
+  kernel = assume(layout, case["kernel"], total_rows)
   with (
     jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-    mock.patch.object(gather, "_kernel", assume(layout, case["kernel"], total_rows)),
+    mock.patch.object(gather, "_kernel", kernel),
     # The scalars are to be arguments, in HBM: of those that XLA computes, and leaves in VMEM, the
     # estimator of v5e says "Unsupported DMA direction".
-    mock.patch.object(gather, "_searchable", lambda runs: runs),
+    mock.patch.object(gather, "searchable", lambda runs: runs),
   ):
     jax.jit(copy, donate_argnums=donated).trace(*args).lower().compile()
   texts = [path.read_text(errors="replace") for path in pathlib.Path(PROFILES).iterdir()]

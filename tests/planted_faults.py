@@ -92,7 +92,7 @@ WAITS = [
   Fault(
     "a kernel ends with stores in flight",
     EXPAND,
-    "pl.loop(jnp.int32(0), count)(functools.partial(finish_stores, slots))",
+    "repeat(count, lambda slot, _, slots=slots: finish_stores(slots, slot), None)",
     NOTHING,
   ),
   Fault(

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from pallas_stash.kernels import tile_words
-from pallas_stash.kernels.int32 import div, rem
+from pallas_stash.kernels.int32 import div, rem, repeat
 from pallas_stash.kernels.tiling import choose_tiling
 
 CORES = 2  # Those of a megacore chip share the tiles; elsewhere one core takes both halves in turn.
@@ -130,7 +130,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   dtype = source.dtype
   tiling = tiling or choose_tiling(source.shape[1], dtype.itemsize)
   is_new = isinstance(destination, jax.ShapeDtypeStruct)
-  scalars = *_searchable(runs), window
+  scalars = *searchable(runs), window
   mat = jax.typeof(source).manual_axis_type
   out_shape = jax.ShapeDtypeStruct(destination.shape, dtype, manual_axis_type=mat)
   in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -176,7 +176,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   return destination
 
 
-def _searchable(runs):
+def searchable(runs):
   """Returns what the kernel reads of each run: the first row behind it tells whether to skip it.
 
   Returns:
@@ -195,8 +195,7 @@ def _cond_seldom(condition, function, operand):
 
   It is a loop: of a branch the compiler may execute what is short in any case, predicated.
   """
-  times = condition.astype(jnp.int32)
-  return lax.fori_loop(jnp.int32(0), times, lambda _, x: function(x), operand)
+  return repeat(condition.astype(jnp.int32), lambda _, x: function(x), operand)
 
 
 def _when_seldom(condition):
@@ -441,8 +440,7 @@ def _kernel(
   if is_new:
     pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
 
-  position = lax.fori_loop(
-    jnp.int32(0),
+  position = repeat(
     jnp.int32(tiling.landing_slots - IDLE_SLOTS),
     lambda slot, position: load_next(seek(position), slot),
     Position(jnp.int32(0), row_of_tile(first_tile), jnp.int32(-1), jnp.int32(0)),
@@ -456,4 +454,4 @@ def _kernel(
     store_blank_tiles(last_written_tile + 1, last_tile)
   for slots in all_slots:
     count = jnp.int32(slots.rows_leaving.shape[0])
-    pl.loop(jnp.int32(0), count)(functools.partial(finish_stores, slots))
+    repeat(count, lambda slot, _, slots=slots: finish_stores(slots, slot), None)

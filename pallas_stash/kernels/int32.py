@@ -1,4 +1,7 @@
-"""Division of int32 that are not negative: `//` and `%` would lower to code for signs, too."""
+"""Arithmetic and loops of int32 that are not negative.
+
+`//` and `%` would lower to code for signs, too, and Python's integers are int64 under x64.
+"""
 
 from jax import lax
 import numpy as np
@@ -16,3 +19,8 @@ def rem(x, divisor: int):
   if divisor & (divisor - 1) == 0:
     return x & np.int32(divisor - 1)
   return lax.rem(x, np.int32(divisor))
+
+
+def repeat(times, body, x):
+  """Returns `x` after `x = body(i, x)` for each int32 `i` from 0 to `times`, int32[]."""
+  return lax.fori_loop(np.int32(0), times, body, x)

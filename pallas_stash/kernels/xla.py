@@ -11,7 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_stash.kernels.int32 import div
+from pallas_stash.kernels.int32 import div, repeat
 from pallas_stash.ragged import CopyRuns
 from pallas_stash.varying import vary_over, varying_axes
 
@@ -88,14 +88,14 @@ def _copy_runs(source, destination, runs):
 
     large_chunks = div(size, large)
     copy_large = lambda i, destination: copy_chunk(large, i * large, destination)
-    destination = _repeat(large_chunks, copy_large, destination)
+    destination = repeat(large_chunks, copy_large, destination)
 
     # The last small chunk ends with the run, so it may repeat rows of the one before it.
     rest = size - large_chunks * large
     small_chunks = jnp.where(size >= small, div(rest + small - 1, small), 0)
     offset = lambda i: jnp.minimum(large_chunks * large + i * small, size - small)
     copy_small = lambda i, destination: copy_chunk(small, offset(i), destination)
-    destination = _repeat(small_chunks, copy_small, destination)
+    destination = repeat(small_chunks, copy_small, destination)
 
     # A run that is smaller is merged into the rows around it. XLA would gather its rows before the
     # loop, be it entered or not, were it not for a zero that seems to depend on the counter.
@@ -103,13 +103,9 @@ def _copy_runs(source, destination, runs):
       source, destination, from_row + jnp.minimum(i, 0), to_row, size, small, columns
     )
     is_smaller = (size > 0) & (size < small)
-    return _repeat(is_smaller.astype(jnp.int32), merge, destination)
+    return repeat(is_smaller.astype(jnp.int32), merge, destination)
 
-  return _repeat(np.int32(runs.sizes.shape[0]), copy_run, destination)
-
-
-def _repeat(times, body, destination):
-  return lax.fori_loop(np.int32(0), times, body, destination)
+  return repeat(np.int32(runs.sizes.shape[0]), copy_run, destination)
 
 
 def _merge_rows(source, destination, from_row, to_row, size, rows, columns):
