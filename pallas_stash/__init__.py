@@ -1,13 +1,14 @@
 """Activation memory of dropless mixture-of-experts training: keep the rows that are there."""
 
 from pallas_stash import sizing
-from pallas_stash.checkpoint import checkpoint
+from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.debugging import debug
 from pallas_stash.gmm import gmm
+from pallas_stash.handover import seal, SLOT_NAME
 from pallas_stash.padding_check import check_padding, PaddingReport
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
-from pallas_stash.stash import seal, Slot, SLOT_NAME, Stash, StashStats
+from pallas_stash.stash import Slot, Stash, StashStats
 
 __version__ = "0.1.0"
 
@@ -25,5 +26,6 @@ __all__ = [
   "Slot",
   "SLOT_NAME",
   "Stash",
+  "StashedFunction",
   "StashStats",
 ]

@@ -1,26 +1,21 @@
 """`checkpoint`: `jax.checkpoint` whose saved values live in a stash."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 import functools
+import inspect
+import numbers
 from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.batching import batch_alike
+from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.stash import (
-  first_order_only,
-  match_residuals,
-  name_slot,
-  poison_unless,
-  read_rows,
-  Stash,
-  stash_cotangent,
-)
+from pallas_stash.residuals import Explanation, names_in, Residuals, trace_forward
+from pallas_stash.stash import match_residuals, read_rows, Stash
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
 
 
@@ -30,161 +25,251 @@ def checkpoint(
   policy: Callable[..., bool] | None = None,
   axis_name: Any = None,
   implementation: Implementation | None = None,
-) -> Callable[..., Any]:
+) -> "StashedFunction":
   """Makes `fun` keep its row-shaped residuals in a stash.
 
   Call `f = checkpoint(fun, policy=policy)` as `out, stash = f(stash, ragged, *args)`. `out` and the
   gradients are those of `jax.checkpoint(fun, policy=policy)(*args)`; of what that would save, every
   value with one row for each of the ragged rows is compacted into the stash, and expanded again in
   the backward pass. If the rows do not fit, nothing is stored and the backward pass recomputes
-  them. Under a `jax.checkpoint` around the layer, let its policy save `SLOT_NAME`.
+  them.
 
   Stashed are the residuals of a floating-point dtype and two or more axes whose first is
-  `ragged.total_rows`, except arguments of `fun` themselves. They come back bit for bit, with zero
-  in padding: a function whose result or gradient depends on what padding holds is not for a stash.
+  `ragged.total_rows`, except arguments of `fun` and constants that it closes over. They come back
+  bit for bit, with zero in padding: a function whose result or gradient depends on what padding
+  holds is not for a stash.
+
+  Under a `jax.checkpoint` around the layer, let its policy save `SLOT_NAME`. Without one, all
+  arguments of `f` are kept for every layer at worst-case size, as `f.explain` shows.
 
   Differentiable once, in reverse mode. Undifferentiated, `fun` just runs, and the stash passes
-  through untouched.
+  through untouched. Like a function under `jax.checkpoint` or `jax.jit`, `fun` is traced once for
+  arguments of the same shapes.
 
   Args:
     fun: any function of pytrees of arrays, to pytrees of arrays. It must not close over traced
-      values. The leaves of its arguments may be of any dtype, or None.
+      values. The leaves of its arguments may be of any dtype, or None; what is static is bound
+      beforehand, with `functools.partial`.
     policy: a `jax.checkpoint` policy: which values to save. None saves all that autodiff keeps.
+      What it offloads stays an ordinary residual.
     axis_name: mesh axis or axes of the collectives in `fun`. Their devices must agree on whether to
       recompute, so they then store rows only where those of all of them fit.
     implementation: as for `dynamic_update_slice`.
 
   Returns:
-    `f`. `f.residuals(ragged, *args)` gives what `Stash.empty` needs; its arguments may be
-    `jax.ShapeDtypeStruct`s.
+    `f`, a `StashedFunction`. `f.residuals(ragged, *args)` gives what `Stash.empty` needs, and
+    `f.explain(ragged, *args)` what becomes of each residual, and why.
 
   Raises:
-    ValueError: when `f` is called, for a function that closes over traced values, or a stash that
-      was not made for these residuals; here, for an unknown `implementation`.
+    ValueError: when `f` is called, for a function that closes over traced values, an argument that
+      is not an array, or a stash that was not made for these residuals; here, for an unknown
+      `implementation`.
   """
-  kernels.check_implementation(implementation)
-  saving = fun if policy is None else jax.checkpoint(fun, policy=policy)
+  return StashedFunction(fun, policy, axis_name, implementation)
 
-  def row_residuals(ragged, *args, specs=None):
-    _, vjp = jax.vjp(saving, *args)
-    return split_residuals(vjp, ragged, args, specs)[0]
 
-  @jax.custom_vjp
-  def stashed(stash, ragged, *args):
-    return fun(*args), batch_alike(stash, (ragged, args))
+class StashedFunction:
+  """A function whose row-shaped residuals are kept in a stash: what `checkpoint` returns.
 
-  def forward(stash, ragged, *args):
-    out, vjp = jax.vjp(saving, *args)
-    rows, rebuild = split_residuals(vjp, ragged, args, stash.residuals)
-    stash = batch_alike(stash, (ragged, args))
-    stash, slot = stash.push(rows, ragged, axis_name=axis_name, implementation=implementation)
-    return (out, stash), (rebuild, name_slot(slot), ragged, args)
+      out, stash = f(stash, ragged, *args, **kwargs)
 
-  def backward(saved, cotangents):
-    rebuild, slot, ragged, args = saved
-    d_out, d_stash = cotangents
-    specs = d_stash.residuals
-    operands = (d_stash.buffers, slot, ragged, args)
+  Args of the call:
+    stash: a `Stash`, made for `f.residuals(ragged, *args, **kwargs)`.
+    ragged: `RaggedRows`: where the rows of the worst-case buffers are.
+    *args, **kwargs: of the function.
 
-    def restore(buffers, slot, ragged, args):
-      del args
-      return read_rows(specs, buffers, slot, ragged, slot.is_stored(), implementation)
+  Returns of the call:
+    out: what the function returns.
+    stash: with the rows of this call, if it is differentiated.
 
-    def recompute(buffers, slot, ragged, args):
-      del buffers, slot
-      return vary_over(row_residuals(ragged, *args, specs=specs), varying_axes(operands))
+  Raises, and warns, when called: a ValueError as `checkpoint` says; a warning, where the call is
+  differentiated, for each residual that the policy names and that is not stashed for its shape.
+  """
 
-    rows = lax.cond(slot.is_stored()[0], restore, recompute, *operands)
-    d_out = poison_unless(d_stash.canary[0] == 1, first_order_only(d_out))
-    return stash_cotangent(d_stash, d_stash.canary), None, *rebuild(rows, args)(d_out)
+  def __init__(self, fun, policy, axis_name, implementation):
+    kernels.check_implementation(implementation)
+    # What is not hashable is cached by the identity of an object of its own.
+    self._fun = fun if isinstance(fun, Hashable) else functools.partial(fun)
+    self._policy = policy
+    self._axis_name, self._implementation = axis_name, implementation
+    # Not its docstring: `help` is to tell how this is called.
+    functools.update_wrapper(self, fun, ("__module__", "__name__", "__qualname__"), ())
+    self.__name__ = getattr(fun, "__name__", repr(fun))
+    self.__signature__ = _signature_with_stash(fun)
 
-  stashed.defvjp(forward, backward)
+    def evaluate(*args, **kwargs):
+      traced, out = self._trace(args, kwargs)
+      leaves = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((args, kwargs)))
+      return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
-  @functools.wraps(fun)
-  def f(stash, ragged, *args):
+    self._evaluate = evaluate
+    saving = evaluate if policy is None else jax.checkpoint(evaluate, policy=policy)
+    # An object of its own, by whose identity what is traced of it is cached.
+    self._vjp = lambda args, kwargs: jax.vjp(lambda a, k: saving(*a, **k), args, kwargs)
+
+  def __repr__(self):
+    return f"checkpoint({self._fun!r})"
+
+  def __call__(self, stash: Stash, ragged: RaggedRows, /, *args: Any, **kwargs: Any):
     if not isinstance(stash, Stash):
       raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
     check_ragged(ragged)
-    refuse_closed_over_tracers(fun, args)
-    return stashed(*vary_alike(stash, ragged, *args))
+    check_arguments(args, kwargs)
+    stash, ragged, args, kwargs = vary_alike(stash, ragged, args, kwargs)
+    self._trace(args, kwargs)  # Here, so that what is wrong with them is said here.
+    return with_rules(self._primal, self._forward, self._backward)(stash, ragged, args, kwargs)
 
-  def residuals(ragged, *args):
-    """Returns a `jax.ShapeDtypeStruct(row_shape, dtype)` for each residual to stash."""
-    check_ragged(ragged)
-    trace = lambda ragged, *args: row_residuals(*vary_alike(ragged, *args))
-    rows = jax.eval_shape(trace, ragged, *args)
+  def residuals(
+    self, ragged: RaggedRows, /, *args: Any, **kwargs: Any
+  ) -> list[jax.ShapeDtypeStruct]:
+    """Returns a `jax.ShapeDtypeStruct(row_shape, dtype)` for each residual to stash.
+
+    Args:
+      ragged, *args, **kwargs: as of the call, or `jax.ShapeDtypeStruct`s in place of arrays.
+
+    Raises:
+      ValueError: if there is none; it says which residuals and names there are.
+    """
+    found = self.find_residuals(ragged, args, kwargs)
+    avals = [variable.aval for variable in found.variables("stashed")]
     return [
-      jax.ShapeDtypeStruct(row.shape[1:], row.dtype, manual_axis_type=row.manual_axis_type)
-      for row in rows
+      jax.ShapeDtypeStruct(a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type) for a in avals
     ]
 
-  f.residuals = residuals
-  return f
-
-
-def split_residuals(vjp, ragged, args, specs):
-  """Takes the rows to stash out of a vjp function.
-
-  Args:
-    vjp: the second result of `jax.vjp`, a pytree whose leaves are the residuals.
-    ragged: where the rows are.
-    args: the arguments that it was taken at.
-    specs: the residuals of the stash, whose order the rows are to have; None for any order.
-
-  Returns:
-    The leaves to stash, a tuple, and a function of such a tuple and of `args` that returns the vjp
-    function again, itself a pytree of the leaves that are neither.
-  """
-  leaves, treedef = jax.tree.flatten(vjp)
-  arguments = jax.tree.leaves(args)
-  rows, kept, sources = [], [], []
-  for leaf in leaves:
-    # By identity: an argument may have the shape of a residual.
-    is_argument = [leaf is argument for argument in arguments]
-    if any(is_argument):
-      sources.append(("argument", is_argument.index(True)))
-    elif is_row_shaped(leaf, ragged.total_rows):
-      sources.append(("row", len(rows)))
-      rows.append(leaf)
-    else:
-      sources.append(("kept", len(kept)))
-      kept.append(leaf)
-  if not rows:
-    shapes = sorted({f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for leaf in kept})
+  def find_residuals(
+    self, ragged: RaggedRows, args: tuple, kwargs: dict | None = None
+  ) -> Residuals:
+    """Returns the residuals of a call; raises a ValueError if there is none to stash."""
+    found = self._find_residuals(ragged, args, kwargs or {})
+    if found.of_kind("stashed"):
+      return found
+    names = ", ".join(map(repr, sorted(names_in(found.forward.jaxpr)))) or "none"
     raise ValueError(
       f"No residual has ragged.total_rows={ragged.total_rows} rows, at least two axes and a"
-      f" floating-point dtype. Residuals beside the arguments: {', '.join(shapes) or 'none'}."
+      " floating-point dtype. Residuals beside the arguments:"
+      f" {', '.join(map(str, found.of_kind('ordinary'))) or 'none'}. Names in"
+      f" {self.__name__}: {names}; does the policy save them?"
     )
-  order = list(range(len(rows)))
-  if specs is not None:
-    order = match_residuals(specs, [(row.shape[1:], row.dtype) for row in rows])
 
-  def join(kept, rows, args):
-    found = {"argument": jax.tree.leaves(args), "row": [rows[i] for i in order], "kept": kept}
-    return jax.tree.unflatten(treedef, [found[source][index] for source, index in sources])
+  def explain(self, ragged: RaggedRows, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Tells what becomes of each residual, and why. Print it to see a table.
 
-  rows = tuple(rows[order.index(i)] for i in range(len(rows)))
-  return rows, jax.tree_util.Partial(join, kept)
+    Args:
+      ragged, *args, **kwargs: as for `residuals`.
+    """
+    found = self._find_residuals(ragged, args, kwargs)
+    arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
+    return Explanation(ragged.total_rows, tuple(found.different), tuple(arguments))
+
+  def _primal(self, stash, ragged, args, kwargs):
+    return self._evaluate(*args, **kwargs), batch_alike(stash, (ragged, args, kwargs))
+
+  def _forward(self, stash, ragged, args, kwargs):
+    found = self.find_residuals(ragged, args, kwargs)
+    if self._policy is not None:
+      found.warn_of_misshapen()
+    out, leaves = found.forward.evaluate((args, kwargs))
+    stash = batch_alike(stash, (ragged, args, kwargs))
+    rows = found.take("stashed", leaves)
+    options = {"axis_name": self._axis_name, "implementation": self._implementation}
+    stash, slot = stash.push(rows, ragged, **options)
+    saved = name_slot(slot), ragged, args, kwargs, found.take("ordinary", leaves)
+    return (out, stash), jax.tree_util.Partial(functools.partial(self._pull_back, found), *saved)
+
+  def _backward(self, pull_back, cotangents):
+    return pull_back(*cotangents)
+
+  def _pull_back(self, found, slot, ragged, args, kwargs, ordinary, d_out, d_stash):
+    specs, stashed = d_stash.residuals, found.of_kind("stashed")
+    order = match_residuals(specs, [(row.shape[1:], row.dtype) for row in stashed])
+    operands = (d_stash.buffers, slot, ragged, args, kwargs)
+
+    def restore(buffers, slot, ragged, args, kwargs):
+      del args, kwargs
+      rows = read_rows(specs, buffers, slot, ragged, slot.is_stored(), self._implementation)
+      return tuple(rows[index] for index in order)
+
+    def recompute(buffers, slot, ragged, args, kwargs):
+      del buffers, slot, ragged
+      rows = found.take("stashed", found.forward.evaluate((args, kwargs))[1])
+      return vary_over(rows, varying_axes(operands))
+
+    rows = lax.cond(slot.is_stored()[0], restore, recompute, *operands)
+    d_stash, d_out = receive(d_stash, slot, d_out)
+    d_args, d_kwargs = found.rebuild((args, kwargs), rows, ordinary)(d_out)
+    return d_stash, None, d_args, d_kwargs
+
+  def _trace(self, args, kwargs):
+    """Returns the jaxpr of the function and the shapes of its result, traced once for a shape."""
+    try:
+      jaxpr, out = jax.make_jaxpr(self._fun, return_shape=True)(*args, **kwargs)
+    except jax.errors.ConcretizationTypeError as error:
+      paths = _paths_of(args, kwargs, lambda leaf: isinstance(leaf, numbers.Number))
+      if not paths:
+        raise
+      raise ValueError(
+        f"{self.__name__} needs the value of an argument while it is traced, perhaps of"
+        f" {', '.join(paths)}: bind what is static before `checkpoint`, with functools.partial."
+      ) from error
+    traced = [const for const in jaxpr.consts if isinstance(const, jax.core.Tracer)]
+    if traced:
+      # The backward pass runs the function again, where what it closed over no longer exists.
+      raise ValueError(
+        f"{self.__name__} closes over traced values,"
+        f" {', '.join(str(jax.typeof(c)) for c in traced)}; they must be passed as arguments."
+      )
+    return jaxpr, out
+
+  def _find_residuals(self, ragged, args, kwargs):
+    check_ragged(ragged)
+    check_arguments(args, kwargs)
+    if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
+      ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
+    self._trace(args, kwargs)
+    forward = trace_forward(self._vjp, args, kwargs)
+    return Residuals(forward, ragged.total_rows, _paths_of(args, kwargs))
 
 
-def is_row_shaped(leaf, total_rows):
-  is_floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-  return is_floating and leaf.ndim >= 2 and leaf.shape[0] == total_rows
-
-
-def check_ragged(ragged):
+def check_ragged(ragged: Any) -> None:
   if not isinstance(ragged, RaggedRows):
     raise ValueError(f"The argument before those of the function, {ragged!r}, must be RaggedRows.")
 
 
-def refuse_closed_over_tracers(fun, args):
-  """Raises unless everything traced that `fun` uses comes in through its arguments.
-
-  The backward pass runs `fun` again, where the values that it closed over no longer exist.
-  """
-  traced = [c for c in jax.make_jaxpr(fun)(*args).consts if isinstance(c, jax.core.Tracer)]
-  if traced:
+def check_arguments(args: Any, kwargs: Any) -> None:
+  """Raises a ValueError unless all leaves of the arguments of a function can be traced."""
+  is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+  is_static = lambda leaf: not (is_array(leaf) or isinstance(leaf, numbers.Number))
+  if paths := _paths_of(args, kwargs, is_static):
     raise ValueError(
-      f"{getattr(fun, '__name__', fun)} closes over traced values, "
-      f"{', '.join(str(jax.typeof(c)) for c in traced)}; they must be passed as arguments."
+      f"The arguments {', '.join(paths)} must be arrays: bind what is static before `checkpoint`,"
+      " with functools.partial."
     )
+
+
+def _paths_of(args, kwargs, is_wanted=lambda leaf: True):
+  """Returns where in the arguments the leaves are, and what a leaf is if it is no array."""
+  paths = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+    name = f"args{jax.tree_util.keystr(path[1:])}" if path[0].idx == 0 else path[1].key
+    if path[0].idx:
+      name += jax.tree_util.keystr(path[2:])
+    if is_wanted(leaf):
+      paths.append(name if hasattr(leaf, "shape") else f"{name}={leaf!r}")
+  return paths
+
+
+def _signature_with_stash(fun):
+  """Returns the signature of a `StashedFunction`: that of `fun` behind its first two arguments."""
+  kind = inspect.Parameter.POSITIONAL_ONLY
+  taken = [
+    inspect.Parameter(name, kind, annotation=annotation)
+    for name, annotation in (("stash", Stash), ("ragged", RaggedRows))
+  ]
+  try:
+    parameters = list(inspect.signature(fun).parameters.values())
+  except (TypeError, ValueError):  # Some callables of C have none.
+    of_any = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    parameters = [
+      inspect.Parameter(name, of) for name, of in zip(("args", "kwargs"), of_any, strict=True)
+    ]
+  return inspect.Signature([*taken, *parameters])

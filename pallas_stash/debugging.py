@@ -122,3 +122,30 @@ def verify(
     return jnp.where(is_intact, value, jnp.full((), jnp.nan, value.dtype))
 
   return tuple(map(check, values, is_intact))
+
+
+def report_count(
+  number: jax.Array, found: jax.Array, expected: jax.Array, is_sealed: jax.Array
+) -> None:
+  """Prints which push was handed a stash with another count of pushes than it has to be.
+
+  Args:
+    number: int32[], of the push.
+    found: float32[], the count that the backward pass found. NaN is not printed: a use before has.
+    expected: float32[], the count that shows that it is its stash.
+    is_sealed: bool[], whether anything was handed over at all.
+  """
+  where = "pallas_stash: the backward pass of push {number} (the first is 0) was handed a stash"
+  of_another = (
+    f"{where} of {{found}} pushes, and must be handed one of {{expected}}: it was not sealed last,"
+    " sealed twice, scaled or clipped, or a layer was recomputed by what knows no stash. From there"
+    " on all is NaN."
+  )
+  of_none = f"{where} that was not sealed. From there on all is NaN."
+  values = {"number": number, "found": found, "expected": expected}
+  report = lambda: lax.cond(
+    is_sealed,
+    lambda: jax.debug.print(of_another, **values),
+    lambda: jax.debug.print(of_none, number=number),
+  )
+  lax.cond((found != expected) & ~jnp.isnan(found), report, lambda: None)

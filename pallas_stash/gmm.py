@@ -10,16 +10,10 @@ import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.batching import batch_alike
+from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.stash import (
-  first_order_only,
-  name_slot,
-  poison_unless,
-  read_rows,
-  Stash,
-  stash_cotangent,
-)
+from pallas_stash.stash import read_rows, Stash
 from pallas_stash.varying import vary_alike
 
 
@@ -89,7 +83,8 @@ def gmm(
       _megablox, preferred_element_type, tiling, bool(transpose_rhs), interpret
     )
   operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
-  return _stashed_gmm(multiply, padding, implementation, *operands)
+  stashed = with_rules(_stashed_gmm, _forward, _backward, nondiff_argnums=(0, 1, 2))
+  return stashed(multiply, padding, implementation, *operands)
 
 
 def _megablox(
@@ -119,7 +114,6 @@ def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
   return RaggedRows(size[None], total_rows, start[None])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _stashed_gmm(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
   del padding, implementation
   out = multiply(lhs, rhs, group_sizes, group_offset)
@@ -143,12 +137,10 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   (lhs,) = read_rows(*source, slot.is_stored(), implementation, padding)
   product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
   _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
-  d_lhs, d_rhs = vjp(poison_unless(d_stash.canary[0] == 1, first_order_only(d_out)))
+  d_stash, d_out = receive(d_stash, slot, d_out)
+  d_lhs, d_rhs = vjp(d_out)
   row = jnp.arange(ragged.total_rows)
   start, size = ragged.group_starts[0], ragged.group_sizes[0]
   is_in_group = (row >= start) & (row < start + size)
   d_lhs = jnp.where(is_in_group[:, None], d_lhs, jnp.zeros_like(d_lhs))
-  return stash_cotangent(d_stash, d_stash.canary), d_lhs, d_rhs, None, None
-
-
-_stashed_gmm.defvjp(_forward, _backward)
+  return d_stash, d_lhs, d_rhs, None, None

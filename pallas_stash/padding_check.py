@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_stash.checkpoint import check_ragged, refuse_closed_over_tracers, split_residuals
+from pallas_stash.checkpoint import check_ragged, checkpoint
 from pallas_stash.poisoning import ALL, NONE, run_poisoned
 from pallas_stash.ragged import RaggedRows
 
@@ -82,23 +82,22 @@ def check_padding(
   leaves = jax.tree.leaves((ragged, args))
   if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
     raise ValueError("check_padding runs the function: call it with arrays, outside of `jax.jit`.")
-  refuse_closed_over_tracers(fun, args)
   if not ragged.is_valid():
     raise ValueError(f"{ragged} must have groups inside the buffer that do not overlap.")
   is_padding = ~np.asarray(ragged.is_in_group())
   if not is_padding.any():
     raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
   args = jax.tree.map(jnp.asarray, args)
-  check = _Check(fun, policy, ragged, args, is_padding)
+  residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args)
+  check = _Check(fun, residuals, args, is_padding)
   return check.of_intermediates() or check.of_residuals() or PaddingReport(False)
 
 
 class _Check:
   """A function at its arguments, and what it gives there: `plain`, named by `labels`."""
 
-  def __init__(self, fun, policy, ragged, args, is_padding):
-    self.ragged, self.args, self.is_padding = ragged, args, is_padding
-    self.saving = fun if policy is None else jax.checkpoint(fun, policy=policy)
+  def __init__(self, fun, residuals, args, is_padding):
+    self.residuals, self.args, self.is_padding = residuals, args, is_padding
     out = jax.eval_shape(fun, *args)
     self.cotangents = self._make_cotangents(out)
     outputs, gradients = _paths_of(out, _is_number), _paths_of(args, _is_inexact)
@@ -119,23 +118,23 @@ class _Check:
       f"argument{path}, {leaf.dtype}{list(leaf.shape)}"
       for path, leaf in zip(_paths_of(args), leaves, strict=True)
     ]
-    self.intermediates, self.named = [], []
+    self.intermediates = []
 
     @jax.jit
     def run(leaves, only, is_finite):
-      values, named_values, self.intermediates, self.named = run_poisoned(
+      values, self.intermediates = run_poisoned(
         jaxpr, leaves, arguments, jnp.asarray(is_padding), only, is_finite
       )
-      return values, named_values
+      return values
 
     self.run = lambda only, is_finite: run(leaves, only, is_finite)
-    self.plain, self.named_values = jax.device_get(self.run(NONE, True))
+    self.plain = jax.device_get(self.run(NONE, True))
 
   def of_intermediates(self):
     """Returns a report if poison in padding of intermediates changes a result; or None."""
 
     def changed(only, is_finite):
-      return self._first_difference(self.labels, self.plain, self.run(only, is_finite)[0])
+      return self._first_difference(self.labels, self.plain, self.run(only, is_finite))
 
     # Finite first: it says more about what goes wrong.
     kinds = ((True, "large numbers"), (False, "NaN"))
@@ -153,26 +152,32 @@ class _Check:
   def of_residuals(self):
     """Returns a report if zero in padding of what would be stashed changes a gradient; or None."""
 
+    residuals = self.residuals
+
     @jax.jit
     def forward(args):
-      return split_residuals(jax.vjp(self.saving, *args)[1], self.ragged, args, None)
+      _, leaves = residuals.forward.evaluate((args, {}))
+      return residuals.take("stashed", leaves), residuals.take("ordinary", leaves)
 
-    backward = jax.jit(lambda rebuild, rows, args: self._gradients(rebuild(rows, args)))
-    rows, rebuild = forward(self.args)
+    @jax.jit
+    def backward(rows, ordinary, args):
+      return self._gradients(residuals.rebuild((args, {}), rows, ordinary))
+
+    rows, ordinary = forward(self.args)
     labels = self.labels[-len(_paths_of(self.args, _is_inexact)) :]
-    plain = backward(rebuild, rows, self.args)
+    plain = backward(rows, ordinary, self.args)
 
     def changed(is_zeroed):
       zeroed = [self._zero(row) if is_zeroed(index) else row for index, row in enumerate(rows)]
-      return self._first_difference(labels, plain, backward(rebuild, tuple(zeroed), self.args))
+      return self._first_difference(labels, plain, backward(zeroed, ordinary, self.args))
 
     cause = "zero, as it comes back from a stash,"
     result = changed(lambda index: True)
     if not result:
       return None
-    for number, row in enumerate(rows):
+    for number, residual in enumerate(residuals.of_kind("stashed")):
       if one := changed(lambda index, number=number: index == number):
-        return PaddingReport(True, *self._name_of(row), one, cause)
+        return PaddingReport(True, residual.name or str(residual), residual.source, one, cause)
     return PaddingReport(True, None, None, result, cause)
 
   def _make_cotangents(self, out):
@@ -207,17 +212,6 @@ class _Check:
       if not is_same.all():
         return label
     return None
-
-  def _name_of(self, row):
-    """Returns the name of a residual, and where it is given: of the value that it equals."""
-    row = np.asarray(row)[~self.is_padding]
-    for named, value in zip(self.named, self.named_values, strict=True):
-      if value.dtype == row.dtype and value.shape == (*self.is_padding.shape, *row.shape[1:]):
-        # To rounding: it is computed in another program.
-        value, expected = (np.asarray(x, np.float32) for x in (value[~self.is_padding], row))
-        if np.allclose(value, expected, rtol=0.1, atol=1e-3, equal_nan=True):
-          return named.name, named.source
-    return f"a residual, {row.dtype}{[len(self.is_padding), *row.shape[1:]]}", None
 
 
 def _paths_of(tree, is_wanted=lambda leaf: True):

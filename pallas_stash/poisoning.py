@@ -8,18 +8,10 @@ from jax.extend.core import primitives
 from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
-from pallas_stash.checkpoint import is_row_shaped
+from pallas_stash.residuals import CALLS, is_row_shaped
 
 # `only` of `run_poisoned`, where it is no number of an intermediate.
 ALL, NONE = -1, -2
-
-_CALLS = {
-  primitives.jit_p: "jaxpr",
-  primitives.remat_p: "jaxpr",
-  primitives.closed_call_p: "call_jaxpr",
-  primitives.custom_jvp_call_p: "call_jaxpr",
-  primitives.custom_vjp_call_p: "call_jaxpr",
-}
 
 # What these leave in padding may be uninitialised memory, NaN included.
 _UNDEFINED = {"ragged_dot_general", "pallas_call", "ffi_call", "empty", "empty2"}
@@ -64,8 +56,8 @@ def run_poisoned(jaxpr, args, labels, is_padding, only, is_finite):
       there may be multiplied by zero.
 
   Returns:
-    The results, the values that have a `checkpoint_name`, and two lists that are static: the
-    `Intermediate`s that may be poisoned and those that have names, in the order of the program.
+    The results, and a list that is static: the `Intermediate`s that may be poisoned, in the order
+    of the program.
   """
   run = _Run(is_padding, only, is_finite)
   args = [
@@ -74,7 +66,7 @@ def run_poisoned(jaxpr, args, labels, is_padding, only, is_finite):
   ]
   results = run.evaluate(jaxpr.jaxpr, jaxpr.consts, args)
   values = [value for value, _ in results]
-  return values, run.named_values, run.intermediates, run.named
+  return values, run.intermediates
 
 
 class _Run:
@@ -85,7 +77,6 @@ class _Run:
     self.only = only
     self.is_finite = is_finite
     self.intermediates = []
-    self.named_values, self.named = [], []
 
   def has_rows(self, value):
     return isinstance(value, jax.Array) and is_row_shaped(value, self.is_padding.shape[0])
@@ -128,8 +119,8 @@ class _Run:
 
   def apply(self, equation, operands):
     primitive, values = equation.primitive, [value for value, _ in operands]
-    if primitive in _CALLS:
-      inner = equation.params[_CALLS[primitive]]
+    if primitive in CALLS:
+      inner = equation.params[CALLS[primitive]]
       is_closed = isinstance(inner, jex.ClosedJaxpr)
       return self.evaluate(
         inner.jaxpr if is_closed else inner, getattr(inner, "consts", ()), operands
@@ -143,8 +134,6 @@ class _Run:
     if primitive == primitives.name_p:
       for intermediate in made_of:
         intermediate.name = intermediate.name or equation.params["name"]
-      self.named_values.append(values[0])
-      self.named.append(_describe(equation, results[0], equation.params["name"]))
 
     def finish(result):
       if not self.has_rows(result):
@@ -165,9 +154,9 @@ def _evaluate_alone(equation, operands):
   return jax.core.eval_jaxpr(program, (), *variables.values())
 
 
-def _describe(equation, result, name=None):
+def _describe(equation, result):
   description = f"{equation.primitive.name} -> {result.dtype}{list(result.shape)}"
-  return Intermediate(description, summarize(equation.source_info), name)
+  return Intermediate(description, summarize(equation.source_info))
 
 
 def _may_be_undefined(equation):

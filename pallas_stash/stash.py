@@ -6,22 +6,20 @@ the cotangent that it is given and passes that on unchanged.
 """
 
 from collections.abc import Sequence
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from pallas_stash import debugging, kernels
+from pallas_stash.handover import first_order_only, next_number
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
-
-# The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
-SLOT_NAME = "stash_slot"
 
 _MAX_INT32 = jnp.iinfo(jnp.int32).max
 
@@ -34,11 +32,14 @@ class Slot(NamedTuple):
     rows: int32[shards], rows pushed, stored or not; 0 for groups that were invalid.
     checksum: uint32[shards, residuals], of the rows that were pushed in the mode of
       `pallas_stash.debug`; None without it.
+    number: int32[shards], of the push among those into its stash, below 2**22 and then from 0
+      again; the backward pass requires it.
   """
 
   start: jax.Array
   rows: jax.Array
   checksum: jax.Array | None = None
+  number: jax.Array | None = None
 
   def is_stored(self) -> jax.Array:
     """Returns bool[shards]."""
@@ -70,6 +71,7 @@ class _Counters(NamedTuple):
   Attributes:
     peak_rows, overflowed_pushes, invalid_pushes, sufficient_rows: as in `StashStats`.
     wanted_rows: rows that would be in use had every push been stored.
+    pushes: of every kind, below 2**22 and then from 0 again; the number of the next one.
   """
 
   peak_rows: jax.Array
@@ -77,6 +79,7 @@ class _Counters(NamedTuple):
   invalid_pushes: jax.Array
   sufficient_rows: jax.Array
   wanted_rows: jax.Array
+  pushes: jax.Array
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -92,8 +95,8 @@ class Stash:
       128. Rows that are not in use hold undefined values.
     top: int32[shards], first free row. A push starts there, always on a tile boundary.
     counters: what `stats` reports.
-    canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is 1
-      if and only if exactly one `seal` followed.
+    canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is
+      the count of pushes that `pallas_stash.handover` hands over.
   """
 
   def __init__(self, residuals, buffers, top, counters, canary):
@@ -193,43 +196,8 @@ class Stash:
     for value in values:
       if value.shape[:1] != (ragged.total_rows,):
         raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
-    order = match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
-    self, values = first_order_only((self, values))
-    self, values, ragged = vary_alike(self, values, ragged)
-    checksum = None
-    if debugging.is_debugging():
-      # XLA may compute twice, and round differently, what is stored and what is summed.
-      values = lax.optimization_barrier(values)
-      checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
-
-    top = self.top[0]
-    is_valid = ragged.is_valid()
-    rows = jnp.where(is_valid, ragged.num_rows(), 0)
-    fits = rows <= self.rows_per_shard - top
-    is_stored = _all_along(axis_name, is_valid & fits)
-    start = jnp.where(is_stored, top, -1)
-
-    runs = ragged.compact_runs(top, self.rows_per_shard)
-    runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
-    buffers = list(self.buffers)
-    for value, index in zip(values, order, strict=True):
-      flat = value.reshape(ragged.total_rows, -1)
-      buffers[index] = kernels.compact(_to_storage(flat), buffers[index], runs, implementation)
-
-    rows_taken = _round_up(rows, self.alignment)
-    top += jnp.where(is_stored, rows_taken, 0)
-    counters = self.counters
-    # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
-    wanted = counters.wanted_rows + jnp.minimum(rows_taken, _MAX_INT32 - counters.wanted_rows)
-    counters = _Counters(
-      peak_rows=jnp.maximum(counters.peak_rows, top),
-      overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored),
-      invalid_pushes=counters.invalid_pushes + ~is_valid,
-      sufficient_rows=jnp.maximum(counters.sufficient_rows, wanted),
-      wanted_rows=wanted,
-    )
-    stash = Stash(self.residuals, tuple(buffers), top[None], counters, self.canary)
-    return stash, Slot(start[None], rows[None], checksum)
+    match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
+    return _push(self, tuple(values), ragged, axis_name, implementation)
 
   def restore(
     self,
@@ -304,6 +272,11 @@ class Stash:
     """Rows of a tile: the multiple that every push is rounded up to."""
     return max(row_alignment(spec.dtype.itemsize) for spec in self.residuals)
 
+  def as_cotangent(self, canary: jax.Array) -> "Stash":
+    """Returns the cotangent of a stash with these contents: integers have none."""
+    counters = _Counters(*[None] * len(_Counters._fields))
+    return Stash(self.residuals, self.buffers, None, counters, canary)
+
   def _is_in_use(self, slot):
     in_use = slot.start + _round_up(slot.rows, self.alignment) <= self.top
     return slot.is_stored() & in_use & (self.canary == 0)
@@ -314,6 +287,49 @@ class Stash:
         f"The stash has {self.top.shape[0]} shards here and must have 1: a stash made with"
         " num_shards is used inside `shard_map`, with PartitionSpec(mesh_axes) for the whole of it."
       )
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _push(stash, values, ragged, axis_name, implementation):
+  # Traced once for the layers of a program: to trace kernels takes long.
+  order = match_residuals(stash.residuals, [(v.shape[1:], v.dtype) for v in values])
+  stash, values = first_order_only((stash, values))
+  stash, values, ragged = vary_alike(stash, values, ragged)
+  checksum = None
+  if debugging.is_debugging():
+    # XLA may compute twice, and round differently, what is stored and what is summed.
+    values = lax.optimization_barrier(values)
+    checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
+
+  top = stash.top[0]
+  is_valid = ragged.is_valid()
+  rows = jnp.where(is_valid, ragged.num_rows(), 0)
+  fits = rows <= stash.rows_per_shard - top
+  is_stored = _all_along(axis_name, is_valid & fits)
+  start = jnp.where(is_stored, top, -1)
+
+  runs = ragged.compact_runs(top, stash.rows_per_shard)
+  runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
+  buffers = list(stash.buffers)
+  for value, index in zip(values, order, strict=True):
+    flat = value.reshape(ragged.total_rows, -1)
+    buffers[index] = kernels.compact(_to_storage(flat), buffers[index], runs, implementation)
+
+  rows_taken = _round_up(rows, stash.alignment)
+  top += jnp.where(is_stored, rows_taken, 0)
+  counters, number = stash.counters, stash.counters.pushes
+  # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
+  wanted = counters.wanted_rows + jnp.minimum(rows_taken, _MAX_INT32 - counters.wanted_rows)
+  counters = _Counters(
+    peak_rows=jnp.maximum(counters.peak_rows, top),
+    overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored),
+    invalid_pushes=counters.invalid_pushes + ~is_valid,
+    sufficient_rows=jnp.maximum(counters.sufficient_rows, wanted),
+    wanted_rows=wanted,
+    pushes=next_number(number),
+  )
+  stash = Stash(stash.residuals, tuple(buffers), top[None], counters, stash.canary)
+  return stash, Slot(start[None], rows[None], checksum, number)
 
 
 def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, padding="zero"):
@@ -359,73 +375,6 @@ def match_residuals(specs, found) -> list[int]:
       f" {describe((s.shape, s.dtype) for s in specs)}."
     )
   return order
-
-
-@jax.custom_vjp
-def seal(y: Any, stash: Stash) -> Any:
-  """Hands the filled stash over to the backward pass; returns `y` unchanged.
-
-  Call it once, behind the last layer that uses the stash, with what the loss is computed from:
-
-      y, stash = layers(x, Stash.empty(...))
-      y = seal(y, stash)
-
-  Without it, with it twice, or with a stash that is not the last, gradients are NaN.
-
-  Args:
-    y: any pytree.
-    stash: as the last layer returned it.
-  """
-  del stash
-  return y
-
-
-def _seal_forward(y, stash):
-  return y, stash
-
-
-def _seal_backward(stash, d_y):
-  return d_y, stash_cotangent(first_order_only(stash), 1 + stash.canary)
-
-
-seal.defvjp(_seal_forward, _seal_backward)
-
-
-def stash_cotangent(stash: Stash, canary: jax.Array) -> Stash:
-  """Returns the cotangent of a stash: its contents, and the canary."""
-  return Stash(stash.residuals, stash.buffers, None, _Counters(*5 * [None]), canary)
-
-
-@jax.custom_jvp
-def first_order_only(tree: Any) -> Any:
-  """Returns `tree`; a tangent that arrives here would be lost on its way through the stash."""
-  return tree
-
-
-@first_order_only.defjvp
-def _refuse_tangents(primals, tangents):
-  del primals, tangents
-  raise NotImplementedError(
-    "pallas_stash supports first-order reverse-mode differentiation of `checkpoint` and `gmm`. Rows"
-    " in a stash carry no tangents: second-order and forward-mode derivatives, and derivatives"
-    " through Stash.push and Stash.restore, must be taken of a program without a stash."
-  )
-
-
-def name_slot(slot: Slot) -> Slot:
-  """Marks a slot to be saved by the outer `jax.checkpoint`."""
-  return jax.tree.map(lambda array: checkpoint_name(array, SLOT_NAME), slot)
-
-
-def poison_unless(is_good: jax.Array, cotangents: Any) -> Any:
-  """Turns every inexact leaf to NaN unless `is_good`, bool[]."""
-
-  def poison(leaf):
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      return leaf
-    return jnp.where(is_good, leaf, jnp.full_like(leaf, jnp.nan))
-
-  return jax.tree.map(poison, cotangents)
 
 
 def _all_along(axis_name, predicate):

@@ -1,0 +1,316 @@
+"""What autodiff keeps of a function for its backward pass, and which of it goes into a stash."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+import warnings
+
+import jax
+import jax.extend.core as jex
+from jax.extend.core import primitives
+from jax.extend.source_info_util import summarize
+import jax.numpy as jnp
+
+# Where the jaxpr of what is called is among the parameters of a call.
+CALLS = {
+  primitives.jit_p: "jaxpr",
+  primitives.remat_p: "jaxpr",
+  primitives.closed_call_p: "call_jaxpr",
+  primitives.custom_jvp_call_p: "call_jaxpr",
+  primitives.custom_vjp_call_p: "call_jaxpr",
+}
+
+
+class Forward(NamedTuple):
+  """A forward pass that was traced: all that a function does before its cotangents are known.
+
+  Attributes:
+    jaxpr: from the leaves of the arguments to those of the result, and behind them those of the
+      function of cotangents that `jax.vjp` returns: the residuals.
+    consts: what the jaxpr closes over.
+    result: the structure of the result.
+    backward: the structure of the function of cotangents.
+  """
+
+  jaxpr: Any
+  consts: Sequence[Any]
+  result: Any
+  backward: Any
+
+  def evaluate(self, arguments: Any) -> tuple[Any, list[jax.Array]]:
+    """Returns the result and the residuals at some arguments, a pytree."""
+    outs = jax.core.eval_jaxpr(self.jaxpr, self.consts, *jax.tree.leaves(arguments))
+    count = self.result.num_leaves
+    return jax.tree.unflatten(self.result, outs[:count]), outs[count:]
+
+
+def trace_forward(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Forward:
+  """Traces `function(*args, **kwargs)`, a pair of a result and a function of cotangents.
+
+  It is traced once for arguments of the same shapes, like any function under `jax.jit`.
+  """
+  closed, (result, backward) = jax.make_jaxpr(function, return_shape=True)(*args, **kwargs)
+  structures = map(jax.tree.structure, (result, backward))
+  equations = [_keep_small_floats(equation) for equation in closed.jaxpr.eqns]
+  return Forward(closed.jaxpr.replace(eqns=equations), closed.consts, *structures)
+
+
+def _keep_small_floats(equation):
+  """Returns an equation that rounds no float8 value to its own dtype.
+
+  `jax.checkpoint` pins so what it saves under a name, and `lax.reduce_precision` takes every dtype
+  for one with infinities: of most float8 types it makes the largest values NaN, and the smallest 0.
+  """
+  if not _rounds_to_itself(equation) or equation.outvars[0].aval.dtype.itemsize > 1:
+    return equation
+  return equation.replace(primitive=primitives.copy_p, params={})
+
+
+def _rounds_to_itself(equation):
+  if equation.primitive != primitives.reduce_precision_p:
+    return False
+  own, params = jnp.finfo(equation.outvars[0].aval.dtype), equation.params
+  return (params["exponent_bits"], params["mantissa_bits"]) == (own.nexp, own.nmant)
+
+
+_OFFLOADED = "is offloaded by the policy"
+
+Kind = Literal["stashed", "argument", "constant", "ordinary"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+  """A value that the backward pass of a function needs.
+
+  Attributes:
+    name: its `checkpoint_name`, or None.
+    operation: what makes it: a primitive, or which argument it is.
+    source: the line of the program that makes it, where that is known.
+    shape, dtype: of the value, at worst-case size.
+    kind: "stashed"; "argument", which whoever calls the function has; "constant", which is part of
+      the program; or "ordinary", kept as it is.
+    reason: why it is not stashed, and what would make it so; None where it is.
+  """
+
+  name: str | None
+  operation: str
+  source: str | None
+  shape: tuple[int, ...]
+  dtype: Any
+  kind: Kind
+  reason: str | None
+
+  @property
+  def num_bytes(self) -> int:
+    return _num_bytes(self)
+
+  def __str__(self):
+    return f"{self.name or self.operation} {self.dtype}{list(self.shape)}"
+
+
+class Residuals:
+  """Which values the backward pass of a function needs, and what becomes of each.
+
+  Attributes:
+    forward: the forward pass.
+    different: each `Residual` once, though several leaves of the function of cotangents may be it.
+  """
+
+  def __init__(self, forward: Forward, total_rows: int, labels: Sequence[str]):
+    """Finds them; `labels` has a name of each leaf of the arguments."""
+    self.forward = forward
+    self.different, self._variables = [], []
+    self._sources = []  # Of each leaf of the function of cotangents: a kind, and which of it.
+    self._literals = []
+    jaxpr = forward.jaxpr
+    made_by, sources, stored = _makers_in(jaxpr), {}, []
+
+    def source_of(variable):
+      origin = _origin_of(variable, made_by)
+      line = origin.equation and summarize(origin.equation.source_info)
+      operation = origin.equation.primitive.name if origin.equation else "constant"
+      is_offloaded = variable.aval.memory_space != jax.memory.Space.Device
+      if origin.variable in jaxpr.invars and not is_offloaded:
+        source = "argument", jaxpr.invars.index(origin.variable)
+        operation = labels[source[1]]
+        reason = "is named, but an argument" if origin.name else "is an argument"
+      elif origin.variable in jaxpr.constvars and not is_offloaded:
+        source = "constant", jaxpr.constvars.index(origin.variable)
+        reason = "is a constant of the program"
+      else:
+        reason = _why_not_stashed(variable.aval, total_rows)
+        kind = "ordinary" if reason else "stashed"
+        source = kind, stored.count(kind)
+        stored.append(kind)
+      description = tuple(variable.aval.shape), variable.aval.dtype, source[0], reason
+      self.different.append(Residual(origin.name, operation, line, *description))
+      self._variables.append(variable)
+      return source
+
+    for leaf in jaxpr.outvars[forward.result.num_leaves :]:
+      if isinstance(leaf, jex.Literal):
+        self._sources.append(("literal", len(self._literals)))
+        self._literals.append(leaf.val)
+        continue
+      if leaf not in sources:
+        sources[leaf] = source_of(leaf)
+      self._sources.append(sources[leaf])
+
+  def of_kind(self, kind: Kind) -> list[Residual]:
+    return [residual for residual in self.different if residual.kind == kind]
+
+  def variables(self, kind: Kind) -> list[Any]:
+    """Returns the variables that those of a kind are in `forward.jaxpr`."""
+    pairs = zip(self.different, self._variables, strict=True)
+    return [variable for residual, variable in pairs if residual.kind == kind]
+
+  def warn_of_misshapen(self) -> None:
+    """Warns of each residual that has a name and is not stashed for its shape."""
+    for residual in self.of_kind("ordinary"):
+      if residual.name and residual.reason != _OFFLOADED and _is_floating(residual.dtype):
+        warnings.warn(
+          f"{residual} is named in the policy, and not stashed: it {residual.reason}. It is kept at"
+          f" its full size for every layer ({residual.source}).",
+          stacklevel=2,
+        )
+
+  def take(self, kind: Kind, leaves: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """Returns those of a kind, in the order of `of_kind`, of all that `Forward.evaluate` gives."""
+    taken = dict(zip(self._sources, leaves, strict=True))
+    return tuple(taken[kind, number] for number in range(len(self.of_kind(kind))))
+
+  def rebuild(self, arguments: Any, stashed: Sequence[jax.Array], ordinary: Sequence[jax.Array]):
+    """Returns the function of cotangents, from the arguments and what `take` gave of each kind."""
+    found = {
+      "argument": jax.tree.leaves(arguments),
+      "constant": self.forward.consts,
+      "literal": self._literals,
+      "stashed": stashed,
+      "ordinary": ordinary,
+    }
+    leaves = [found[source][number] for source, number in self._sources]
+    return jax.tree.unflatten(self.forward.backward, leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """What becomes of the residuals of a function: printed, a table.
+
+  Attributes:
+    total_rows: rows of the worst-case buffers.
+    residuals: each value that the backward pass needs.
+    arguments: shape and dtype of each leaf of the arguments, needed there or not.
+  """
+
+  total_rows: int
+  residuals: tuple[Residual, ...]
+  arguments: tuple[Any, ...]
+
+  def __str__(self):
+    header = "residual", "made by", "shape", "dtype", "MB", "kept as", "because it", "line"
+    table = [header]
+    for r in self.residuals:
+      size = f"{r.num_bytes / 1e6:,.3f}"
+      columns = r.name or "-", r.operation, str(list(r.shape)), str(r.dtype), size, r.kind
+      table.append((*columns, r.reason or "-", (r.source or "-").rpartition("/")[2]))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+      "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+      for row in table
+    ]
+    total = lambda things: f"{sum(map(_num_bytes, things)) / 1e6:,.3f} MB"
+    of_kind = lambda kind: [r for r in self.residuals if r.kind == kind]
+    return "\n".join(
+      [
+        *lines,
+        f"Stashed: {total(of_kind('stashed'))} at worst case, of which the stash keeps the rows in"
+        " groups.",
+        f"Kept beside them for every layer: {total(of_kind('ordinary'))} of ordinary residuals, and"
+        f" {total(self.arguments)} of arguments. A jax.checkpoint around the layer, whose policy"
+        " saves pallas_stash.SLOT_NAME, keeps only what the layer is given.",
+      ]
+    )
+
+
+def _num_bytes(value):
+  return math.prod(value.shape) * value.dtype.itemsize
+
+
+def is_row_shaped(leaf: Any, total_rows: int) -> bool:
+  """Returns whether a value can be stashed: floating point, with one row for each ragged row."""
+  return _is_floating(leaf.dtype) and leaf.ndim >= 2 and leaf.shape[0] == total_rows
+
+
+def _is_floating(dtype):
+  return jnp.issubdtype(dtype, jnp.floating)
+
+
+def names_in(jaxpr: Any) -> set[str]:
+  """Returns the `checkpoint_name`s in a jaxpr and in those that it calls."""
+  names = {_name_given_by(equation) for equation in jaxpr.eqns} - {None}
+  inner = (jaxpr for equation in jaxpr.eqns for jaxpr in jex.jaxprs_in_params(equation.params))
+  return names.union(*map(names_in, inner))
+
+
+def _why_not_stashed(aval, total_rows):
+  """Returns why a value that is neither argument nor constant is not stashed; None if it is."""
+  shape = list(aval.shape)
+  if not _is_floating(aval.dtype):
+    return "has no floating-point dtype, so no cotangent to come back in"
+  if aval.memory_space != jax.memory.Space.Device:
+    return _OFFLOADED
+  if is_row_shaped(aval, total_rows):
+    return None
+  for axes in range(1, len(shape) + 1):
+    if math.prod(shape[:axes]) == total_rows:
+      wanted = [total_rows, *(shape[axes:] or [1])]
+      return f"has {'1 axis' if len(shape) == 1 else f'{len(shape)} axes'}: reshape to {wanted}"
+  return f"has not total_rows={total_rows} rows" if shape else "is a scalar"
+
+
+class _Origin(NamedTuple):
+  """The variable that a value equals, the equation that makes it, and the value's name."""
+
+  variable: Any
+  equation: Any
+  name: str | None
+
+
+def _makers_in(jaxpr):
+  return {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
+
+
+def _origin_of(variable, made_by):
+  """Follows a value through what changes nothing, and into what is called."""
+  name = None
+  while not isinstance(variable, jex.Literal) and variable in made_by:
+    equation = made_by[variable]
+    if equation.primitive in CALLS:
+      inner = equation.params[CALLS[equation.primitive]]
+      inner = getattr(inner, "jaxpr", inner)
+      result = inner.outvars[equation.outvars.index(variable)]
+      origin = _origin_of(result, _makers_in(inner))
+      name = name or origin.name
+      if origin.variable not in inner.invars:
+        return _Origin(variable, origin.equation or equation, name)
+      variable = equation.invars[inner.invars.index(origin.variable)]
+    elif (given := _name_given_by(equation)) or _changes_nothing(equation):
+      name = name or given
+      (variable,) = equation.invars
+    else:
+      return _Origin(variable, equation, name)
+  return _Origin(variable, None, name)
+
+
+def _changes_nothing(equation):
+  is_copy = equation.primitive.name in ("copy", "device_put") and len(equation.invars) == 1
+  return is_copy or _rounds_to_itself(equation)
+
+
+def _name_given_by(equation):
+  """Returns the name if the equation is a `checkpoint_name`, of any of its two implementations."""
+  if equation.primitive == primitives.name_p:
+    return equation.params["name"]
+  inner = equation.params.get("_prim")  # Under `jax_remat3`.
+  return inner.params["name"] if type(inner).__name__ == "CheckpointName" else None
