@@ -14,7 +14,7 @@ from pallas_stash.batching import batch_alike
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.residuals import Explanation, names_in, Residuals, trace_forward
+from pallas_stash.residuals import Explanation, Residuals, trace_forward
 from pallas_stash.stash import match_residuals, read_rows, Stash
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
 
@@ -131,25 +131,21 @@ class StashedFunction:
       ValueError: if there is none; it says which residuals and names there are.
     """
     found = self.find_residuals(ragged, args, kwargs)
+    found.require_any(self.__name__)
     avals = [variable.aval for variable in found.variables("stashed")]
     return [
       jax.ShapeDtypeStruct(a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type) for a in avals
     ]
 
-  def find_residuals(
-    self, ragged: RaggedRows, args: tuple, kwargs: dict | None = None
-  ) -> Residuals:
-    """Returns the residuals of a call; raises a ValueError if there is none to stash."""
-    found = self._find_residuals(ragged, args, kwargs or {})
-    if found.of_kind("stashed"):
-      return found
-    names = ", ".join(map(repr, sorted(names_in(found.forward.jaxpr)))) or "none"
-    raise ValueError(
-      f"No residual has ragged.total_rows={ragged.total_rows} rows, at least two axes and a"
-      " floating-point dtype. Residuals beside the arguments:"
-      f" {', '.join(map(str, found.of_kind('ordinary'))) or 'none'}. Names in"
-      f" {self.__name__}: {names}; does the policy save them?"
-    )
+  def find_residuals(self, ragged: RaggedRows, args: tuple, kwargs: dict) -> Residuals:
+    """Returns the residuals of a call with these arguments."""
+    check_ragged(ragged)
+    check_arguments(args, kwargs)
+    if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
+      ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
+    self._trace(args, kwargs)
+    forward = trace_forward(self._vjp, args, kwargs)
+    return Residuals(forward, ragged.total_rows, _paths_of(args, kwargs))
 
   def explain(self, ragged: RaggedRows, /, *args: Any, **kwargs: Any) -> Explanation:
     """Tells what becomes of each residual, and why. Print it to see a table.
@@ -157,7 +153,7 @@ class StashedFunction:
     Args:
       ragged, *args, **kwargs: as for `residuals`.
     """
-    found = self._find_residuals(ragged, args, kwargs)
+    found = self.find_residuals(ragged, args, kwargs)
     arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
     return Explanation(ragged.total_rows, tuple(found.different), tuple(arguments))
 
@@ -166,6 +162,7 @@ class StashedFunction:
 
   def _forward(self, stash, ragged, args, kwargs):
     found = self.find_residuals(ragged, args, kwargs)
+    found.require_any(self.__name__)
     if self._policy is not None:
       found.warn_of_misshapen()
     out, leaves = found.forward.evaluate((args, kwargs))
@@ -219,15 +216,6 @@ class StashedFunction:
         f" {', '.join(str(jax.typeof(c)) for c in traced)}; they must be passed as arguments."
       )
     return jaxpr, out
-
-  def _find_residuals(self, ragged, args, kwargs):
-    check_ragged(ragged)
-    check_arguments(args, kwargs)
-    if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
-      ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
-    self._trace(args, kwargs)
-    forward = trace_forward(self._vjp, args, kwargs)
-    return Residuals(forward, ragged.total_rows, _paths_of(args, kwargs))
 
 
 def check_ragged(ragged: Any) -> None:

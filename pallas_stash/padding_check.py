@@ -88,7 +88,7 @@ def check_padding(
   if not is_padding.any():
     raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
   args = jax.tree.map(jnp.asarray, args)
-  residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args)
+  residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args, {})
   check = _Check(fun, residuals, args, is_padding)
   return check.of_intermediates() or check.of_residuals() or PaddingReport(False)
 
@@ -153,6 +153,7 @@ class _Check:
     """Returns a report if zero in padding of what would be stashed changes a gradient; or None."""
 
     residuals = self.residuals
+    residuals.require_any("the function")
 
     @jax.jit
     def forward(args):

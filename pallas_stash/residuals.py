@@ -86,7 +86,7 @@ class Residual:
   Attributes:
     name: its `checkpoint_name`, or None.
     operation: what makes it: a primitive, or which argument it is.
-    source: the line of the program that makes it, where that is known.
+    source: the line of the program that names it, or else that makes it, where that is known.
     shape, dtype: of the value, at worst-case size.
     kind: "stashed"; "argument", which whoever calls the function has; "constant", which is part of
       the program; or "ordinary", kept as it is.
@@ -119,7 +119,7 @@ class Residuals:
 
   def __init__(self, forward: Forward, total_rows: int, labels: Sequence[str]):
     """Finds them; `labels` has a name of each leaf of the arguments."""
-    self.forward = forward
+    self.forward, self.total_rows = forward, total_rows
     self.different, self._variables = [], []
     self._sources = []  # Of each leaf of the function of cotangents: a kind, and which of it.
     self._literals = []
@@ -128,8 +128,7 @@ class Residuals:
 
     def source_of(variable):
       origin = _origin_of(variable, made_by)
-      line = origin.equation and summarize(origin.equation.source_info)
-      operation = origin.equation.primitive.name if origin.equation else "constant"
+      operation = origin.operation or "constant"
       is_offloaded = variable.aval.memory_space != jax.memory.Space.Device
       if origin.variable in jaxpr.invars and not is_offloaded:
         source = "argument", jaxpr.invars.index(origin.variable)
@@ -144,7 +143,7 @@ class Residuals:
         source = kind, stored.count(kind)
         stored.append(kind)
       description = tuple(variable.aval.shape), variable.aval.dtype, source[0], reason
-      self.different.append(Residual(origin.name, operation, line, *description))
+      self.different.append(Residual(origin.name, operation, origin.line, *description))
       self._variables.append(variable)
       return source
 
@@ -159,6 +158,18 @@ class Residuals:
 
   def of_kind(self, kind: Kind) -> list[Residual]:
     return [residual for residual in self.different if residual.kind == kind]
+
+  def require_any(self, function_name: str) -> None:
+    """Raises a ValueError, that says what was found instead, if there is none to stash."""
+    if self.of_kind("stashed"):
+      return
+    names = ", ".join(map(repr, sorted(_names_in(self.forward.jaxpr)))) or "none"
+    raise ValueError(
+      f"No residual has ragged.total_rows={self.total_rows} rows, at least two axes and a"
+      " floating-point dtype. Residuals beside the arguments:"
+      f" {', '.join(map(str, self.of_kind('ordinary'))) or 'none'}. Names in {function_name}:"
+      f" {names}; does the policy save them?"
+    )
 
   def variables(self, kind: Kind) -> list[Any]:
     """Returns the variables that those of a kind are in `forward.jaxpr`."""
@@ -246,11 +257,11 @@ def _is_floating(dtype):
   return jnp.issubdtype(dtype, jnp.floating)
 
 
-def names_in(jaxpr: Any) -> set[str]:
+def _names_in(jaxpr: Any) -> set[str]:
   """Returns the `checkpoint_name`s in a jaxpr and in those that it calls."""
   names = {_name_given_by(equation) for equation in jaxpr.eqns} - {None}
   inner = (jaxpr for equation in jaxpr.eqns for jaxpr in jex.jaxprs_in_params(equation.params))
-  return names.union(*map(names_in, inner))
+  return names.union(*map(_names_in, inner))
 
 
 def _why_not_stashed(aval, total_rows):
@@ -270,11 +281,15 @@ def _why_not_stashed(aval, total_rows):
 
 
 class _Origin(NamedTuple):
-  """The variable that a value equals, the equation that makes it, and the value's name."""
+  """The variable that a value equals, what makes that (None for an input), and the value's name.
+
+  `line` is that which gives the name, or else that which makes it.
+  """
 
   variable: Any
-  equation: Any
+  operation: str | None
   name: str | None
+  line: str | None
 
 
 def _makers_in(jaxpr):
@@ -283,24 +298,25 @@ def _makers_in(jaxpr):
 
 def _origin_of(variable, made_by):
   """Follows a value through what changes nothing, and into what is called."""
-  name = None
+  name = line = None
   while not isinstance(variable, jex.Literal) and variable in made_by:
     equation = made_by[variable]
+    made_at = summarize(equation.source_info)
     if equation.primitive in CALLS:
       inner = equation.params[CALLS[equation.primitive]]
       inner = getattr(inner, "jaxpr", inner)
-      result = inner.outvars[equation.outvars.index(variable)]
-      origin = _origin_of(result, _makers_in(inner))
-      name = name or origin.name
+      origin = _origin_of(inner.outvars[equation.outvars.index(variable)], _makers_in(inner))
+      name, line = name or origin.name, line or origin.line or made_at
       if origin.variable not in inner.invars:
-        return _Origin(variable, origin.equation or equation, name)
+        return _Origin(variable, origin.operation or equation.primitive.name, name, line)
       variable = equation.invars[inner.invars.index(origin.variable)]
     elif (given := _name_given_by(equation)) or _changes_nothing(equation):
-      name = name or given
-      (variable,) = equation.invars
+      if given and not name:
+        name, line = given, made_at
+      variable = equation.invars[0]
     else:
-      return _Origin(variable, equation, name)
-  return _Origin(variable, None, name)
+      return _Origin(variable, equation.primitive.name, name, line or made_at)
+  return _Origin(variable, None, name, line)
 
 
 def _changes_nothing(equation):
