@@ -1,4 +1,6 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
+# `make suite` is the tests without what is the same on every Python. Of `make test-long`, SEED is
+# that of the sampled tests: another one every time, unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 # `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
@@ -7,8 +9,10 @@ RUN = $(VENV)/bin/python
 BENCH_PYTHON ?= $(shell .ci/newest-python)
 BENCH_VENV ?= .venv-bench
 BENCH_RUN = $(BENCH_VENV)/bin/python
+WORKERS ?= 2
+SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
-.PHONY: demo fit bench bench-check test test-long lint clean
+.PHONY: demo fit bench bench-check test suite test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -16,11 +20,13 @@ demo: $(VENV)/ready
 fit: $(VENV)/ready
 	$(RUN) -m bench.fit $(FLAGS)
 
-test: $(VENV)/ready lint bench-check
-	$(RUN) -m pytest -m "not long" -n 2 --dist worksteal
+test: lint bench-check suite
+
+suite: $(VENV)/ready
+	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist worksteal
 
 test-long: $(VENV)/ready
-	$(RUN) -m pytest -m long
+	$(RUN) -m pytest -m "long or hypothesis" --hypothesis-seed=$(SEED)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .

@@ -16,11 +16,23 @@ if not ON_TPU:
   os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
   os.environ.update(ENVIRONMENT)
 
+from hypothesis import settings  # noqa: E402
 import pytest  # noqa: E402
+
+from tests import sampling  # noqa: E402
+
+settings.register_profile("pallas_stash", sampling.PROFILE)
+settings.load_profile("pallas_stash")
 
 # What the interpreter prints where it could raise an error: of a race not every jax does, and of a
 # semaphore that is still raised when its kernel ends none.
 COMPLAINTS = "RACE DETECTED", "has non-zero count"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def same_examples():
+  with sampling.only_its_own_constants():
+    yield
 
 
 @pytest.fixture(autouse=True)

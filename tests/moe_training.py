@@ -68,7 +68,11 @@ def residuals_of(config, devices, residuals):
 
 
 def loss_function(config, devices, structure, check_vma=True, capacity=None, seals=1, **options):
-  """Returns `loss(params, tokens) -> (loss, (stats, group_sizes))` of the model.
+  """Returns `loss(params, tokens, room) -> (loss, (stats, group_sizes))` of the model.
+
+  With an int32 for `room` all rows of the stash but so many are taken before the first layer. A
+  push fits where `top + rows <= capacity`, and nothing else looks at either; so that is a stash of
+  `room` rows, all at a higher place, and one program does for every capacity.
 
   Args:
     config: of the reference model.
@@ -92,19 +96,25 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
 
   run = functools.partial(model.loss, config=config, ffn=ffn, policy=SAVE(*names), finish=finish)
 
+  def empty_stash(room, num_shards=1):
+    stash = ps.Stash.empty(capacity, residuals, num_shards)
+    if room is not None:
+      stash.top = jnp.full_like(stash.top, capacity - room)
+    return stash
+
   def stats_of(stash):
     return None if stash is None else stash.stats()
 
-  def inside(params, tokens):
+  def inside(params, tokens, room):
     stash = None
     if capacity is not None:
-      stash = ps.Stash.empty(capacity, residuals)
+      stash = empty_stash(room)
       if check_vma:
         stash = jax.tree.map(lambda leaf: lax.pcast(leaf, ("expert",), to="varying"), stash)
     loss, (stash, sizes) = run(params, tokens, state=stash)
     return lax.pmean(loss, "expert"), (stats_of(stash), sizes)
 
-  def outside(params, tokens):
+  def outside(params, tokens, room):
     def block(x, layer_params, stash, *, config, ffn):
       return jax.shard_map(
         functools.partial(moe.moe_block, config=config, ffn=ffn),
@@ -116,7 +126,7 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
 
     stash = None
     if capacity is not None:
-      stash = ps.Stash.empty(capacity, residuals, num_shards=devices)
+      stash = empty_stash(room, devices)
       sharding = NamedSharding(mesh, P("expert"))
       stash = lax.with_sharding_constraint(stash, jax.tree.map(lambda _: sharding, stash))
     loss, (stash, sizes) = run(params, tokens, state=stash, moe=block)
@@ -127,19 +137,40 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
   return jax.shard_map(
     inside,
     mesh=mesh,
-    in_specs=(model.param_specs(config), P("expert")),
+    in_specs=(model.param_specs(config), P("expert"), P()),
     out_specs=(P(), (P("expert"), P(None, "expert"))),
     check_vma=check_vma,
   )
 
 
 @functools.cache
-def gradients(config, devices, structure, **options):
-  """Returns (loss, gradients, stats, group_sizes [layers, experts])."""
+def _program(config, devices, structure, is_quick, **options):
   loss = loss_function(config, devices, structure, **options)
-  # XLA may keep in float32 what the program rounds to bfloat16, in one program and not in another.
-  # Without that, a value is the same wherever it is computed.
-  compiler_options = None if config.dtype == jnp.float32 else {"xla_allow_excess_precision": False}
-  gradient = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
-  (loss, (stats, sizes)), gradients = gradient(*params_and_tokens(config))
+  compiler_options = {}
+  if is_quick and jax.default_backend() == "cpu":  # Most of the time is spent on making code fast.
+    compiler_options["xla_backend_optimization_level"] = 0
+  if config.dtype != jnp.float32:
+    # XLA may keep in float32 what the program rounds to bfloat16, in one program and not in
+    # another. Without that, a value is the same wherever it is computed.
+    compiler_options["xla_allow_excess_precision"] = False
+  return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=compiler_options)
+
+
+@functools.cache
+def gradients(config, devices, structure, room=None, is_quick=True, **options):
+  """Returns (loss, gradients, stats, group_sizes [layers, experts]).
+
+  Args:
+    config, devices, structure: as for `loss_function`.
+    room: rows of the stash that are not taken before the first layer, a multiple of its alignment;
+      None for all.
+    is_quick: compile without optimisation where that can be asked for.
+    **options: as for `loss_function`.
+  """
+  gradient = _program(config, devices, structure, is_quick, **options)
+  traced_room = None if room is None else jnp.int32(room)
+  (loss, (stats, sizes)), gradients = gradient(*params_and_tokens(config), traced_room)
+  if room is not None:
+    taken = options["capacity"] - room
+    stats = stats._replace(rows_in_use=stats.rows_in_use - taken, peak_rows=stats.peak_rows - taken)
   return loss, gradients, stats, sizes

@@ -35,14 +35,22 @@ def rows_needed(group_sizes, devices):
   return int((-(-rows // 8) * 8).sum(0).max())
 
 
-def check(capacity_of, devices, structure, check_vma, config=CONFIG):
-  saved = moe_training.gradients(config, devices, structure, check_vma=check_vma)
+def check(capacity, devices, structure, config=CONFIG, is_static=False, **options):
+  """Compares a stash with saving the residuals.
+
+  Args:
+    capacity: rows of the stash, or a function of the rows that are needed.
+    devices, structure, config: as for `moe_training.gradients`.
+    is_static: whether the stash is made so large, by a program of its own; else a large one is
+      filled up to that, by a program that is compiled once.
+    **options: as for `moe_training.gradients`.
+  """
+  saved = moe_training.gradients(config, devices, structure, **options)
   loss, gradients, _, group_sizes = saved
   needed = rows_needed(group_sizes, devices)
-  capacity = capacity_of(needed)
-  stashed = moe_training.gradients(
-    config, devices, structure, check_vma=check_vma, capacity=capacity
-  )
+  capacity = capacity(needed) if callable(capacity) else capacity
+  options |= {"capacity": capacity} if is_static else {"capacity": AMPLE, "room": capacity}
+  stashed = moe_training.gradients(config, devices, structure, **options)
   stats = stashed[2]
   assert not is_any_nan(gradients)
   assert_trees_equal((stashed[0], stashed[3]), (loss, group_sizes))
@@ -56,57 +64,78 @@ def check(capacity_of, devices, structure, check_vma, config=CONFIG):
   assert int(stats.invalid_pushes.sum()) == 0
 
 
-STRUCTURES = [
-  pytest.param(devices, structure, check_vma, marks=needs_devices(devices))
-  for devices, structure, check_vma in [
-    (1, "inside", True),
-    (1, "outside", True),
-    (2, "outside", False),
-    (4, "inside", True),
-    (4, "inside", False),
-    (4, "outside", True),
-    (4, "outside", False),
-  ]
-]
-HALF, EXACT = (lambda rows: rows // 2), (lambda rows: rows)
+def half(rows):
+  return rows // 2
 
 
-@pytest.mark.parametrize("devices, structure, check_vma", STRUCTURES)
-@pytest.mark.parametrize("capacity_of", [HALF, EXACT], ids=["half", "exact"])
-def test_gradients_in_both_structures(capacity_of, devices, structure, check_vma):
-  check(capacity_of, devices, structure, check_vma)
+def half_of_the_tiles(rows):
+  return rows // 16 * 8
+
+
+def exact(rows):
+  return rows
+
+
+# All pairs of devices, structure and check_vma, with the 4 devices "inside" of the test below.
+@pytest.mark.parametrize(
+  "devices, structure, check_vma",
+  [
+    pytest.param(*case, marks=needs_devices(case[0]))
+    for case in [
+      (1, "inside", True),
+      (1, "outside", False),
+      (2, "inside", True),
+      (2, "outside", False),
+      (4, "outside", True),
+    ]
+  ],
+)
+def test_gradients_in_both_structures(devices, structure, check_vma):
+  """At any capacity, by one program."""
+  for capacity in half_of_the_tiles, exact, 0, AMPLE:
+    check(capacity, devices, structure, check_vma=check_vma)
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("structure", ["inside", "outside"])
-@pytest.mark.parametrize("capacity", [0, 1, AMPLE])
-def test_gradients_at_any_capacity(capacity, structure):
-  check(lambda rows: capacity, 4, structure, True)
+@pytest.mark.parametrize("capacity", [0, 1, half, exact, AMPLE])
+def test_gradients_at_any_capacity(capacity):
+  """By a program for each, compiled as a user would."""
+  check(capacity, 4, "inside", is_static=True, check_vma=False, is_quick=False)
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("capacity_of", [HALF, EXACT], ids=["half", "exact"])
-def test_gradients_of_a_bfloat16_model(capacity_of):
+def test_gradients_of_a_bfloat16_model():
   """Bit for bit, once XLA rounds to bfloat16 wherever the program says so."""
   config = dataclasses.replace(CONFIG, dtype=jnp.bfloat16)
-  check(capacity_of, 4, "inside", True, config)
+  for capacity in half_of_the_tiles, exact:
+    check(capacity, 4, "inside", config)
 
 
 @needs_devices(2)
 def test_devices_overflow_on_their_own():
   """A capacity that is enough for one device and not for the other."""
-  *_, group_sizes = moe_training.gradients(CONFIG, 2, "inside")
+  options = {"check_vma": True}
+  *_, group_sizes = moe_training.gradients(CONFIG, 2, "inside", **options)
   rows = np.asarray(group_sizes).reshape(CONFIG.layers, 2, -1).sum(-1)
   needed = (-(-rows // 8) * 8).sum(0)
   assert needed[0] != needed[1]
-  check(lambda _: int(needed.min()), 2, "inside", True)
-  *_, stats, _ = moe_training.gradients(CONFIG, 2, "inside", capacity=int(needed.min()))
+  capacity = int(needed.min())
+  check(capacity, 2, "inside", **options)
+  options |= {"capacity": AMPLE, "room": capacity}
+  *_, stats, _ = moe_training.gradients(CONFIG, 2, "inside", **options)
   assert sorted(np.asarray(stats.overflowed_pushes) > 0) == [False, True]
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("structure", ["inside", "outside"])
-@pytest.mark.parametrize("seals", [0, 2])
+@pytest.mark.parametrize(
+  "seals, structure",
+  [
+    (0, "inside"),
+    (2, "outside"),
+    pytest.param(0, "outside", marks=pytest.mark.long),
+    pytest.param(2, "inside", marks=pytest.mark.long),
+  ],
+)
 def test_gradients_are_nan_unless_sealed_once(seals, structure):
   """Never sealed, or twice, is known only in the backward pass."""
   loss, gradients, *_ = moe_training.gradients(CONFIG, 4, structure, capacity=AMPLE, seals=seals)

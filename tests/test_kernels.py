@@ -6,7 +6,6 @@ import functools
 import itertools
 from unittest import mock
 
-from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
 from jax import lax
@@ -20,6 +19,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
+from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
   assert_same_rows,
@@ -162,16 +162,13 @@ class TestEveryImplementation:
     for seed, (layout, start) in enumerate(itertools.islice(edge_cases(case), few)):
       check(implementation, case, dtype, layout, start, seed)
 
+  @pytest.mark.hypothesis
   @pytest.mark.parametrize("case, dtype", CASES)
   def test_sampled(self, implementation, case, dtype):
-    examples = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 4}
-
-    @settings(max_examples=examples.get(implementation, 40), deadline=None)
-    @given(layouts(case.total_rows), start_rows(case.stash_rows), st.integers(0, 2**31))
-    def run(layout, start, seed):
-      check(implementation, case, dtype, layout, start, seed)
-
-    run()
+    few = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 4}
+    sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
+    sampled |= {"seed": st.integers(0, 2**31), "max_examples": few.get(implementation, 40)}
+    run_sampled(check, implementation, case, dtype, **sampled)
 
   def test_all_patterns_of_empty_groups(self, implementation):
     sizes, starts = np.array([3, 1, 8, 5, 2, 3]), [29, 0, 12, 1, 24, 6]

@@ -4,7 +4,6 @@ import functools
 import os
 import types
 
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from bench import aot
 import pallas_stash as ps
 from pallas_stash import sizing
 from reference import ragged_rows
+from tests.sampling import run_sampled
 from tests.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
 
 INT32 = 2**31
@@ -188,12 +188,7 @@ def occupied(runs):
   return [run for run in found if run[2]]
 
 
-@settings(max_examples=100, deadline=None)
-@given(far_layouts())
-@example((MOST - 1, 1, 1 - MOST + 1, [MOST - 1], None))
-@example((2**30, 2**30 - 1, 2**30 - 2, [2**30], [0]))
-@example((2**30, 2**30 - 1, -(2**30), [2**30 - 1, 1], [1, 0]))
-def test_runs_of_row_numbers_near_the_largest(layout):
+def check_runs(layout):
   total_rows, stash_rows, start, sizes, starts = layout
   ragged = ps.RaggedRows(np.array(sizes), total_rows, None if starts is None else np.array(starts))
   to_stash = ragged.compact_runs(np.int32(start), stash_rows)
@@ -209,6 +204,23 @@ def test_runs_of_row_numbers_near_the_largest(layout):
     expected = [(*expected[0][:2], sum(size for *_, size in expected))]
   assert occupied(to_stash) == expected
   assert occupied(to_rows) == sorted((to, of, size) for of, to, size in expected)
+
+
+@pytest.mark.hypothesis
+def test_runs_of_row_numbers_near_the_largest():
+  run_sampled(check_runs, max_examples=100, layout=far_layouts())
+
+
+@pytest.mark.parametrize(
+  "layout",
+  [
+    (MOST - 1, 1, 1 - MOST + 1, [MOST - 1], None),
+    (2**30, 2**30 - 1, 2**30 - 2, [2**30], [0]),
+    (2**30, 2**30 - 1, -(2**30), [2**30 - 1, 1], [1, 0]),
+  ],
+)
+def test_runs_of_the_largest_row_numbers(layout):
+  check_runs(layout)
 
 
 def test_byte_counts_are_exact():

@@ -155,7 +155,8 @@ def test_stale_rows_of_a_tail_tile_do_not_come_back():
 def test_router_weights_have_their_gradient():
   """MaxText pull 5042: a `None` cotangent silently makes the gradient of the router zero."""
   saved = moe_training.gradients(CONFIG, 1, "inside", check_vma=True)[1]
-  stashed = moe_training.gradients(CONFIG, 1, "inside", check_vma=True, capacity=10_000)[1]
+  options = {"capacity": 10_000, "room": 10_000, "check_vma": True}
+  stashed = moe_training.gradients(CONFIG, 1, "inside", **options)[1]
   router, expected = (gradients["layers"]["moe"]["router"] for gradients in (stashed, saved))
   assert (np.abs(router).max(axis=(1, 2)) > 1e-6).all()  # In every layer.
   assert_close(router, expected)

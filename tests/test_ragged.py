@@ -2,7 +2,6 @@
 
 import itertools
 
-from hypothesis import example, given, settings
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import pytest
 
 from pallas_stash import RaggedRows
 from reference import ragged_rows
+from tests.sampling import run_sampled
 from tests.support import as_rows, layouts, start_rows
 
 MOST = 2**31 - 1
@@ -80,7 +80,8 @@ def any_groups(draw):
   return groups(), groups() if draw(st.booleans()) else None
 
 
-def check_validity(sizes, starts, total_rows):
+def check_validity(groups, total_rows):
+  sizes, starts = groups
   ragged = RaggedRows(sizes, total_rows, starts)
   as_list = lambda groups: None if groups is None else groups.tolist()
   valid = is_valid(as_list(sizes), total_rows, as_list(starts))
@@ -98,25 +99,34 @@ def check_validity(sizes, starts, total_rows):
     np.testing.assert_array_equal(ragged.is_in_group(), expected)
 
 
-@settings(max_examples=250, deadline=None)
-@given(any_groups(), st.sampled_from([1, 9, 20, 130, 300, 70_000, MOST - 32]))
-@example((np.array([MOST, MOST, 2, 1], np.int32), None), MOST - 32)  # The sum wraps around to 1.
-@example((np.array([2**31, 2**31, 3, 0], np.uint32), None), 20)
-@example((np.array([1, 0, 3, 0], np.int32), np.array([0, -9, 1, MOST], np.int32)), 4)
-@example((np.array([2, 3], np.int32), np.array([3, 1], np.int32)), 5)
-@example((np.array([45], np.int8), None), 300)
-@example((np.array([1], np.int32), np.array([2**32 - 1], np.uint32)), 1)
-@example((np.array([], np.int32), None), 5)
-@example((np.array([], np.int32), np.array([], np.int32)), 5)
-def test_validity(groups, total_rows):
-  check_validity(*groups, total_rows)
+@pytest.mark.hypothesis
+def test_validity():
+  total_rows = st.sampled_from([1, 9, 20, 130, 300, 70_000, MOST - 32])
+  run_sampled(check_validity, max_examples=250, groups=any_groups(), total_rows=total_rows)
+
+
+@pytest.mark.parametrize(
+  "sizes, starts, total_rows",
+  [
+    (np.array([MOST, MOST, 2, 1], np.int32), None, MOST - 32),  # The sum wraps around to 1.
+    (np.array([2**31, 2**31, 3, 0], np.uint32), None, 20),
+    (np.array([1, 0, 3, 0], np.int32), np.array([0, -9, 1, MOST], np.int32), 4),
+    (np.array([2, 3], np.int32), np.array([3, 1], np.int32), 5),
+    (np.array([45], np.int8), None, 300),
+    (np.array([1], np.int32), np.array([2**32 - 1], np.uint32), 1),
+    (np.array([], np.int32), None, 5),
+    (np.array([], np.int32), np.array([], np.int32), 5),
+  ],
+)
+def test_validity_at_the_edges(sizes, starts, total_rows):
+  check_validity((sizes, starts), total_rows)
 
 
 @pytest.mark.parametrize("sizes", [[2**32 + 1, 1], [2**33, -(2**33)], [-(2**32), 3], [3, 4]])
 @pytest.mark.parametrize("starts", [None, [0, 2**32], [3, 0], [2**32, -(2**32)]])
 def test_validity_of_int64(sizes, starts):
   with jax.enable_x64(True):
-    check_validity(np.array(sizes), starts if starts is None else np.array(starts), 7)
+    check_validity((np.array(sizes), starts if starts is None else np.array(starts)), 7)
 
 
 ROWS, STASH_ROWS = 96, 80
@@ -135,9 +145,7 @@ def apply(runs, source, destination):
   return destination
 
 
-@settings(max_examples=200, deadline=None)
-@given(layouts(ROWS), start_rows(STASH_ROWS) | st.sampled_from([-(2**31), MOST]))
-def test_runs(layout, start):
+def check_runs(layout, start):
   to_stash, from_stash = copy_runs(*map(as_rows, (*layout, start)))
   for runs, source_rows, rows in (to_stash, ROWS, STASH_ROWS), (from_stash, STASH_ROWS, ROWS):
     assert {field.dtype for field in runs} == {jnp.dtype("int32")}
@@ -154,6 +162,12 @@ def test_runs(layout, start):
   np.testing.assert_array_equal(apply(to_stash, rows, stash), compacted)
   expanded = ragged_rows.expand(stash, start, ROWS, *layout)
   np.testing.assert_array_equal(apply(from_stash, stash, 0 * rows), expanded)
+
+
+@pytest.mark.hypothesis
+def test_runs():
+  start = start_rows(STASH_ROWS) | st.sampled_from([-(2**31), MOST])
+  run_sampled(check_runs, max_examples=200, layout=layouts(ROWS), start=start)
 
 
 def test_a_prefix_is_one_run():

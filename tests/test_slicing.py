@@ -5,7 +5,6 @@ import functools
 import re
 from unittest import mock
 
-from hypothesis import given, settings
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
 from tests.checks import assert_trees_equal, needs_devices
+from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
   assert_same_bits,
@@ -110,24 +110,25 @@ def test_without_groups_errors_are_those_of_lax(name, args):
 # With groups: values.
 
 
+def check_values(dtype, width, layout, start):
+  rng = np.random.default_rng(start + 100)
+  operand = random_bits(rng, (OPERAND_ROWS, width), dtype, XLA)
+  update = random_bits(rng, (TOTAL_ROWS, width), dtype, XLA)
+  groups = (np.int32(start), *map(as_rows, layout))
+  row = start if start >= 0 else start + OPERAND_ROWS  # As in lax.
+  actual = update_rows(operand, update, *groups)
+  assert_same_bits(actual, ragged_rows.compact(update, operand, row, *layout))
+  actual = slice_rows(operand, *groups, TOTAL_ROWS)
+  assert_same_bits(actual, ragged_rows.expand(operand, row, TOTAL_ROWS, *layout))
+
+
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(
   "dtype, width", [("float32", 128), ("float16", 100), ("bfloat16", 1), ("int8", 257)]
 )
 def test_values(dtype, width):
-  @settings(max_examples=40, deadline=None)
-  @given(layouts(TOTAL_ROWS), start_rows(OPERAND_ROWS))
-  def run(layout, start):
-    rng = np.random.default_rng(start + 100)
-    operand = random_bits(rng, (OPERAND_ROWS, width), dtype, XLA)
-    update = random_bits(rng, (TOTAL_ROWS, width), dtype, XLA)
-    groups = (np.int32(start), *map(as_rows, layout))
-    row = start if start >= 0 else start + OPERAND_ROWS  # As in lax.
-    actual = update_rows(operand, update, *groups)
-    assert_same_bits(actual, ragged_rows.compact(update, operand, row, *layout))
-    actual = slice_rows(operand, *groups, TOTAL_ROWS)
-    assert_same_bits(actual, ragged_rows.expand(operand, row, TOTAL_ROWS, *layout))
-
-  run()
+  sampled = {"layout": layouts(TOTAL_ROWS), "start": start_rows(OPERAND_ROWS)}
+  run_sampled(check_values, dtype, width, max_examples=40, **sampled)
 
 
 @pytest.mark.parametrize(

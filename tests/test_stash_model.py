@@ -26,6 +26,7 @@ from tests.support import as_rows, assert_same_bits, IMPLEMENTATIONS, layouts
 
 TOTAL_ROWS = 96
 CAPACITIES = (0, 8, 104, 256)
+XLA, MOSAIC = IMPLEMENTATIONS
 SPECS = (
   jax.ShapeDtypeStruct((128,), jnp.bfloat16),
   jax.ShapeDtypeStruct((3, 5), jnp.float32),
@@ -62,7 +63,7 @@ def pop(stash, slot):
 class StashMachine(RuleBasedStateMachine):
   """Every rule does the same to a stash and to the model."""
 
-  implementation = "xla"
+  implementation: str
   operations = 0  # Of all sequences together.
 
   @initialize(capacity=st.sampled_from(CAPACITIES))
@@ -154,25 +155,29 @@ class StashMachine(RuleBasedStateMachine):
           assert np.isnan(actual).all()
 
 
-def run(implementation, operations, in_sequence):
-  """Runs random sequences, of up to so many operations each, until there were so many in all."""
-  machine = type("Machine", (StashMachine,), {"implementation": implementation, "operations": 0})
-  sequences = min(10, operations // in_sequence)
-  options = {"max_examples": sequences, "stateful_step_count": in_sequence, "deadline": None}
-  while machine.operations < operations:
-    run_state_machine_as_test(machine, settings=settings(**options))
+class XlaMachine(StashMachine):
+  implementation = XLA
 
 
-@pytest.mark.parametrize(
-  "implementation, operations", [(IMPLEMENTATIONS[0], 500), (IMPLEMENTATIONS[1], 40)]
-)
-def test_stash_is_its_model(implementation, operations):
-  run(implementation, operations, 20)
+class MosaicMachine(StashMachine):
+  implementation = MOSAIC
+
+
+def run(machine, sequences, steps):
+  """Runs random sequences of operations. A failing one is printed as a program, to paste here."""
+  machine.operations = 0
+  options = {"max_examples": sequences, "stateful_step_count": steps}
+  run_state_machine_as_test(machine, settings=settings(**options))
+  assert machine.operations > sequences * steps / 2  # Hypothesis may end a sequence early.
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 25), (MosaicMachine, 2)])
+def test_stash_is_its_model(machine, sequences):
+  run(machine, sequences, 20)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-  "implementation, operations", [(IMPLEMENTATIONS[0], 10_000), (IMPLEMENTATIONS[1], 500)]
-)
-def test_stash_is_its_model_for_long(implementation, operations):
-  run(implementation, operations, 100)
+@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 100), (MosaicMachine, 5)])
+def test_stash_is_its_model_for_long(machine, sequences):
+  run(machine, sequences, 100)
