@@ -4,13 +4,14 @@ The implementation is chosen when the program is lowered, by the platform that i
 not by the devices of the host.
 """
 
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
 import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from pallas_stash import dtypes
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.ragged import CopyRuns
 
@@ -21,11 +22,14 @@ Padding = Literal["zero", "undefined"]
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
-def check_implementation(implementation: str | None) -> None:
-  """Raises a ValueError unless `implementation` is None or the name of one."""
+def check_implementation(implementation: str | None, dtype: Any = None) -> None:
+  """Raises a ValueError unless `implementation` is None or the name of one that moves a dtype."""
   names = (None, *get_args(Implementation))
   if implementation not in names:
     raise ValueError(f"{implementation=} must be one of {names}.")
+  if dtype is None or implementation in (None, "xla") or dtypes.is_moved_by_mosaic(dtype):
+    return
+  raise ValueError(f"{implementation=} moves no rows of {dtype}: leave it None, or take 'xla'.")
 
 
 def check_padding(padding: str) -> None:
@@ -68,7 +72,7 @@ def expand(
 
 
 def _dispatch(name, implementation, dtype, operands, **static):
-  check_implementation(implementation)
+  check_implementation(implementation, dtype)
 
   def mosaic(*operands):
     return getattr(mosaic_tpu, name)(*operands, **static)
@@ -80,8 +84,8 @@ def _dispatch(name, implementation, dtype, operands, **static):
     return getattr(xla, name)(*operands, **static)
 
   def by_platform(*operands):
-    # Mosaic takes no float16: the kernel would have to copy the whole stash into another dtype.
-    if dtype == jnp.float16:
+    # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
+    if not dtypes.is_of_mosaic(dtype):
       return plain(*operands)
     return lax.platform_dependent(*operands, tpu=mosaic, default=plain)
 
