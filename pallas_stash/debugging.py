@@ -11,6 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_stash import dtypes
 from pallas_stash.ragged import RaggedRows
 
 ENVIRONMENT_VARIABLE = "PALLAS_STASH_DEBUG"
@@ -61,7 +62,7 @@ def poison_rows_from(first: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[
 
   def poison(buffer):
     is_free = lax.broadcasted_iota(jnp.int32, buffer.shape, 0) >= first
-    return jnp.where(is_free, jnp.full((), jnp.nan, buffer.dtype), buffer)
+    return dtypes.select(is_free, jnp.full((), jnp.nan, buffer.dtype), buffer)
 
   return tuple(map(poison, buffers))
 
@@ -81,7 +82,7 @@ def checksums(values: tuple[jax.Array, ...], ragged: RaggedRows) -> jax.Array:
 
   def checksum(value):
     flat = value.reshape(ragged.total_rows, math.prod(value.shape[1:]))
-    flat = jnp.where(jnp.isnan(flat), jnp.full((), jnp.nan, flat.dtype), flat)
+    flat = dtypes.select(jnp.isnan(flat), jnp.full((), jnp.nan, flat.dtype), flat)
     # An element of more than 32 bits becomes several columns.
     word = min(flat.dtype.itemsize, 4)
     bits = lax.bitcast_convert_type(flat, f"uint{8 * word}").astype(jnp.uint32)
@@ -119,7 +120,7 @@ def verify(
     )
     report = lambda rows: jax.debug.print(message, rows=rows)
     lax.cond(is_read & ~is_intact, report, lambda rows: None, ragged.num_rows())
-    return jnp.where(is_intact, value, jnp.full((), jnp.nan, value.dtype))
+    return dtypes.select(is_intact, value, jnp.full((), jnp.nan, value.dtype))
 
   return tuple(map(check, values, is_intact))
 

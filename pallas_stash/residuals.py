@@ -12,6 +12,8 @@ from jax.extend.core import primitives
 from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
+from pallas_stash import dtypes
+
 # Where the jaxpr of what is called is among the parameters of a call.
 CALLS = {
   primitives.jit_p: "jaxpr",
@@ -75,6 +77,7 @@ def _rounds_to_itself(equation):
 
 
 _OFFLOADED = "is offloaded by the policy"
+_OF_OTHER_DTYPE = "has no floating-point dtype with NaN, to come back in as a cotangent"
 
 Kind = Literal["stashed", "argument", "constant", "ordinary"]
 
@@ -179,7 +182,7 @@ class Residuals:
   def warn_of_misshapen(self) -> None:
     """Warns of each residual that has a name and is not stashed for its shape."""
     for residual in self.of_kind("ordinary"):
-      if residual.name and residual.reason != _OFFLOADED and _is_floating(residual.dtype):
+      if residual.name and residual.reason not in (_OFFLOADED, _OF_OTHER_DTYPE):
         warnings.warn(
           f"{residual} is named in the policy, and not stashed: it {residual.reason}. It is kept at"
           f" its full size for every layer ({residual.source}).",
@@ -249,12 +252,8 @@ def _num_bytes(value):
 
 
 def is_row_shaped(leaf: Any, total_rows: int) -> bool:
-  """Returns whether a value can be stashed: floating point, with one row for each ragged row."""
-  return _is_floating(leaf.dtype) and leaf.ndim >= 2 and leaf.shape[0] == total_rows
-
-
-def _is_floating(dtype):
-  return jnp.issubdtype(dtype, jnp.floating)
+  """Returns whether a value can be stashed: of floats, with one row for each ragged row."""
+  return dtypes.is_of_stash(leaf.dtype) and leaf.ndim >= 2 and leaf.shape[0] == total_rows
 
 
 def _names_in(jaxpr: Any) -> set[str]:
@@ -267,8 +266,8 @@ def _names_in(jaxpr: Any) -> set[str]:
 def _why_not_stashed(aval, total_rows):
   """Returns why a value that is neither argument nor constant is not stashed; None if it is."""
   shape = list(aval.shape)
-  if not _is_floating(aval.dtype):
-    return "has no floating-point dtype, so no cotangent to come back in"
+  if not dtypes.is_of_stash(aval.dtype):
+    return _OF_OTHER_DTYPE
   if aval.memory_space != jax.memory.Space.Device:
     return _OFFLOADED
   if is_row_shaped(aval, total_rows):

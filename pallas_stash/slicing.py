@@ -11,7 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_stash import kernels
+from pallas_stash import dtypes, kernels
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import as_int32, RaggedRows
 from pallas_stash.varying import vary_alike
@@ -50,14 +50,16 @@ def dynamic_update_slice(
     group_starts: int[groups], first row of each group in the update; None: the exclusive cumulative
       sum of `group_sizes`.
     implementation: "mosaic", "mosaic_interpret" or "xla"; None: by the platform that the program is
-      lowered for. No effect without `group_sizes`.
+      lowered for, and "xla" there too for a dtype that Mosaic does not take. No effect without
+      `group_sizes`.
 
   Returns:
     An array of the operand's shape and dtype.
 
   Raises:
-    ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, or
-      anything that `RaggedRows` refuses.
+    ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, a dtype
+      that nothing moves (float6) or that `implementation` does not, or anything that `RaggedRows`
+      refuses.
   """
   if group_sizes is None:
     _refuse_starts(group_starts)
@@ -69,7 +71,7 @@ def dynamic_update_slice(
     raise ValueError(f"{update.shape=} must have the width of {operand.shape=}: rows are whole.")
   if update.dtype != operand.dtype:
     raise ValueError(f"{update.dtype=} must equal {operand.dtype=}.")
-  kernels.check_implementation(implementation)
+  _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, update.shape[0], group_starts)
   return _update(implementation, *vary_alike(operand, update, start, ragged))
 
@@ -88,11 +90,12 @@ def dynamic_slice(
 
   Without `group_sizes` this is `lax.dynamic_slice`. With it, row `start + sum(group_sizes[:g]) + i`
   of the operand becomes row `group_starts[g] + i` of the result, for `i < group_sizes[g]`, and
-  padding is zero, or what `padding` says.
+  padding is zero, or what `padding` says. Zero is the value whose bits are all 0: of
+  float8_e8m0fnu, which has no other, that is 2**-127.
 
   It differs from `lax` in one place: the start is not clamped. A row that lies past the end of the
   operand (or before its first row) reads as padding. Groups that overlap or lie outside the result
-  read as NaN everywhere (as zero in an integer dtype).
+  read as NaN everywhere (as zero in a dtype that has none).
 
   Differentiable in reverse mode.
 
@@ -108,14 +111,16 @@ def dynamic_slice(
       written: at 25% occupancy zeros are three quarters of what is. No effect without
       `group_sizes`.
     implementation: "mosaic", "mosaic_interpret" or "xla"; None: by the platform that the program is
-      lowered for. No effect without `group_sizes`.
+      lowered for, and "xla" there too for a dtype that Mosaic does not take. No effect without
+      `group_sizes`.
 
   Returns:
     An array of shape `slice_sizes` and the operand's dtype.
 
   Raises:
     ValueError: for an unknown `padding`; with `group_sizes`, for other ranks than 2, a width other
-      than the operand's, or anything that `RaggedRows` refuses.
+      than the operand's, a dtype that nothing moves (float6) or that `implementation` does not, or
+      anything that `RaggedRows` refuses.
   """
   kernels.check_padding(padding)
   if group_sizes is None:
@@ -128,7 +133,7 @@ def dynamic_slice(
     raise ValueError(
       f"{slice_sizes=} must be (total_rows, width) with the width of {operand.shape=}."
     )
-  kernels.check_implementation(implementation)
+  _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, slice_sizes[0], group_starts)
   return _slice(implementation, padding, *vary_alike(operand, start, ragged))
 
@@ -136,6 +141,12 @@ def dynamic_slice(
 def _refuse_starts(group_starts):
   if group_starts is not None:
     raise ValueError("group_starts must come with group_sizes.")
+
+
+def _check_dtype(dtype, implementation):
+  if not dtypes.is_moved(dtype):
+    raise ValueError(f"operand of dtype {dtype} must have another where rows are ragged.")
+  kernels.check_implementation(implementation, dtype)
 
 
 def _check_rank(name, array):
@@ -169,7 +180,7 @@ def _update_backward(implementation, residuals, d_out):
   start, ragged = residuals
   if not jnp.issubdtype(d_out.dtype, jnp.inexact):
     return None, None, None, None
-  nothing = jnp.zeros((ragged.total_rows, d_out.shape[1]), d_out.dtype)
+  nothing = dtypes.blank(d_out.dtype, (ragged.total_rows, d_out.shape[1]))
   d_operand = _update(implementation, *vary_alike(d_out, nothing, start, ragged))
   d_update = _slice(implementation, "zero", d_out, start, ragged)
   return d_operand, d_update, None, None
@@ -182,9 +193,7 @@ _update.defvjp(_update_forward, _update_backward)
 def _slice(implementation, padding, operand, start, ragged):
   runs = ragged.expand_runs(start, operand.shape[0])
   is_valid = ragged.is_valid()
-  blank = jnp.zeros((), operand.dtype)
-  if jnp.issubdtype(operand.dtype, jnp.inexact):
-    blank = jnp.where(is_valid, blank, jnp.full_like(blank, jnp.nan))
+  blank = dtypes.blank_or_nan(is_valid, operand.dtype)
   fill = None if padding == "zero" else ~is_valid
   _, runs, blank, fill = vary_alike(operand, runs, blank, fill)
   width = operand.shape[1]
@@ -201,7 +210,7 @@ def _slice_backward(implementation, padding, residuals, d_out):
   start, ragged, like_operand = residuals
   if not jnp.issubdtype(d_out.dtype, jnp.inexact):
     return None, None, None
-  nothing = jnp.zeros((like_operand.shape[0], d_out.shape[1]), d_out.dtype)
+  nothing = dtypes.blank(d_out.dtype, (like_operand.shape[0], d_out.shape[1]))
   operands = vary_alike(nothing, d_out, start, ragged)
   return _update(implementation, *operands), None, None
 

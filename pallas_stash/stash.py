@@ -14,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_stash import debugging, kernels
+from pallas_stash import debugging, dtypes, kernels
 from pallas_stash.handover import first_order_only, next_number
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
@@ -129,12 +129,13 @@ class Stash:
       capacity_rows: static int, rows of each shard, rounded up to a tile: 8 rows, or 32 if any
         residual has one-byte elements. Zero is allowed: every layer is then recomputed.
       residuals: the shape of one row and the dtype of each residual, as `f.residuals` gives them.
-        A floating-point dtype: an integer has no cotangent to come back in.
+        A floating-point dtype that has NaN: an integer has no cotangent to come back in, and of
+        float4 and float6 no value could say that rows were not stored.
       num_shards: 1 inside `shard_map`; outside, the shards of the global arrays, to be sharded by
         `PartitionSpec(mesh_axes)`.
 
     Raises:
-      ValueError: for a negative capacity, no residuals, an integer dtype, or no shards.
+      ValueError: for a negative capacity, no residuals, another dtype, or no shards.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
@@ -146,16 +147,18 @@ class Stash:
         " one row for each of the ragged rows?"
       )
     for spec in specs:
-      if not jnp.issubdtype(spec.dtype, jnp.floating):
+      if not dtypes.is_of_stash(spec.dtype):
         raise ValueError(
-          f"residual {spec} must have a floating-point dtype: the stash comes back as a cotangent,"
-          " and other dtypes have none. Bit-cast it, or keep it as an ordinary residual."
+          f"residual {spec} must have a floating-point dtype with NaN: the stash comes back as a"
+          " cotangent, which other dtypes have none of, and NaN says that rows were not stored."
+          " Bit-cast it, or keep it as an ordinary residual."
         )
     alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
     rows = _round_up(capacity_rows, alignment) * num_shards
     # Not zeros: no row is read before it is written, and a TPU would write them all every step.
     buffers = tuple(
-      lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
+      lax.empty((rows, _round_up(math.prod(s.shape), LANES)), dtypes.storage(s.dtype))
+      for s in specs
     )
     buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
@@ -313,7 +316,8 @@ def _push(stash, values, ragged, axis_name, implementation):
   buffers = list(stash.buffers)
   for value, index in zip(values, order, strict=True):
     flat = value.reshape(ragged.total_rows, -1)
-    buffers[index] = kernels.compact(_to_storage(flat), buffers[index], runs, implementation)
+    stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
+    buffers[index] = kernels.compact(stored, buffers[index], runs, implementation)
 
   rows_taken = _round_up(rows, stash.alignment)
   top += jnp.where(is_stored, rows_taken, 0)
@@ -341,11 +345,10 @@ def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, pad
   fill = None if padding == "zero" else ~is_readable
 
   def read(spec, buffer):
-    zero, nan = jnp.zeros((), spec.dtype), jnp.full((), jnp.nan, spec.dtype)
-    blank = _to_storage(jnp.where(is_readable, zero, nan))
+    blank = dtypes.bit_cast(dtypes.blank_or_nan(is_readable, spec.dtype), buffer.dtype)
     width = math.prod(spec.shape)
     rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation, fill)
-    return _from_storage(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
+    return dtypes.bit_cast(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
 
   values = tuple(map(read, residuals, buffers))
   if slot.checksum is None:
@@ -393,16 +396,3 @@ def _check_int(name, value, least):
 
 def _round_up(x, multiple):
   return (x + multiple - 1) // multiple * multiple
-
-
-def _storage(dtype):
-  # Mosaic takes no float16, and a cast at the kernel's boundary would copy the whole stash.
-  return jnp.bfloat16 if dtype == jnp.float16 else dtype
-
-
-def _to_storage(array):
-  return lax.bitcast_convert_type(array, _storage(array.dtype))
-
-
-def _from_storage(array, dtype):
-  return lax.bitcast_convert_type(array, dtype)

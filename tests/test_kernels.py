@@ -22,7 +22,7 @@ from reference import ragged_rows
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
-  assert_same_rows,
+  assert_same_bits,
   DTYPES,
   GROUPS,
   IMPLEMENTATIONS,
@@ -102,7 +102,6 @@ def copy_runs(case, sizes, starts, start):
 def check(implementation, case, dtype, layout, start, seed=0, **options):
   """Compacts random bits from among NaN into random bits, then expands them from among NaN."""
   compact, expand = kernels_of(implementation, case, dtype, **options)
-  assert_same = functools.partial(assert_same_rows, implementation=implementation)
   to_stash, from_stash = copy_runs(case, *map(as_rows, (*layout, start)))
   ones = lambda length: np.ones((length, 1), np.int8)
   is_read = ragged_rows.expand(ones(case.stash_rows), start, case.total_rows, *layout)[:, 0] == 1
@@ -110,27 +109,27 @@ def check(implementation, case, dtype, layout, start, seed=0, **options):
   is_written = is_written[:, 0] == 1
 
   rng = np.random.default_rng(seed)
-  bits = lambda *shape: random_bits(rng, shape, dtype, implementation)
+  bits = lambda *shape: random_bits(rng, shape, dtype)
   rows, stash = bits(case.total_rows, case.width), bits(case.stash_rows, case.stash_width)
   if seed % 2 == 0:
     rows[~is_read] = nan_of(dtype)
   actual = np.asarray(compact(rows, stash, to_stash))
   expected = ragged_rows.compact(rows, stash[:, : case.width], start, *layout)
-  assert_same(actual[:, : case.width], expected, message=f"compact {layout} {start}")
-  assert_same(actual[~is_written], stash[~is_written], message=f"compact {layout} {start}")
+  assert_same_bits(actual[:, : case.width], expected, message=f"compact {layout} {start}")
+  assert_same_bits(actual[~is_written], stash[~is_written], message=f"compact {layout} {start}")
 
   stash[:, : case.width] = expected
   if seed % 2 == 0:
     stash[~is_written] = nan_of(dtype)
-  blank = random_bits(rng, (1,), dtype, implementation)[0] if seed % 3 else np.nan
+  blank = random_bits(rng, (1,), dtype)[0] if seed % 3 else np.nan
   blank = np.asarray(blank if jnp.issubdtype(dtype, jnp.inexact) else seed - 1).astype(dtype)
   expected = ragged_rows.expand(stash[:, : case.width], start, case.total_rows, *layout)
   expected[~is_read] = blank
   message = f"expand {layout} {start} {blank}"
-  assert_same(expand(stash, from_stash, blank, True), expected, message=message)
+  assert_same_bits(expand(stash, from_stash, blank, True), expected, message=message)
   if seed % 3 == 0:
     actual = np.asarray(expand(stash, from_stash, blank, False))
-    assert_same(actual[is_read], expected[is_read], message=f"{message}, undefined padding")
+    assert_same_bits(actual[is_read], expected[is_read], message=f"{message}, undefined padding")
 
 
 def is_as_good_as_another(implementation, dtype):

@@ -72,7 +72,7 @@ def test_kinds_and_reasons():
     ("per_row", "ordinary", "has 1 axis: reshape to [8, 1]"),
     ("buckets", "ordinary", "has 3 axes: reshape to [8, 4]"),
     ("odd", "ordinary", "has not total_rows=8 rows"),
-    ("ids", "ordinary", "has no floating-point dtype, so no cotangent to come back in"),
+    ("ids", "ordinary", "has no floating-point dtype with NaN, to come back in as a cotangent"),
   }
 
 

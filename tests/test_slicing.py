@@ -112,8 +112,8 @@ def test_without_groups_errors_are_those_of_lax(name, args):
 
 def check_values(dtype, width, layout, start):
   rng = np.random.default_rng(start + 100)
-  operand = random_bits(rng, (OPERAND_ROWS, width), dtype, XLA)
-  update = random_bits(rng, (TOTAL_ROWS, width), dtype, XLA)
+  operand = random_bits(rng, (OPERAND_ROWS, width), dtype)
+  update = random_bits(rng, (TOTAL_ROWS, width), dtype)
   groups = (np.int32(start), *map(as_rows, layout))
   row = start if start >= 0 else start + OPERAND_ROWS  # As in lax.
   actual = update_rows(operand, update, *groups)

@@ -4,13 +4,13 @@ The implementation is chosen when the program is lowered, by the platform that i
 not by the devices of the host.
 """
 
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
 import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_stash import debugging
+from pallas_stash import debugging, dtypes
 from pallas_stash.kernels import dispatch
 from pallas_stash.ragged import CopyRuns
 
@@ -21,11 +21,14 @@ Padding = Literal["zero", "undefined"]
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 
 
-def check_implementation(implementation: str | None) -> None:
-  """Raises a ValueError unless `implementation` is None or the name of one."""
+def check_implementation(implementation: str | None, dtype: Any = None) -> None:
+  """Raises a ValueError unless `implementation` is None or the name of one that moves a dtype."""
   names = (None, *get_args(Implementation))
   if implementation not in names:
     raise ValueError(f"{implementation=} must be one of {names}.")
+  if dtype is None or implementation in (None, "xla") or dtypes.is_moved_by_mosaic(dtype):
+    return
+  raise ValueError(f"{implementation=} moves no rows of {dtype}: leave it None, or take 'xla'.")
 
 
 def check_padding(padding: str) -> None:
@@ -68,7 +71,7 @@ def expand(
 
 
 def _run(name, implementation, operands, **shape):
-  check_implementation(implementation)
+  check_implementation(implementation, operands[0].dtype)
   # What is asked for here is asked for when the program is traced, not when it is lowered.
   options = {"interpret": INTERPRET, "checks_bounds": debugging.is_debugging()}
   return dispatch.run(name, implementation, operands, **options, **shape)

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 import jax.numpy as jnp
 
+from pallas_stash import dtypes
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling, LANES
 from pallas_stash.ragged import CopyRuns
@@ -29,12 +30,6 @@ _MOSAIC = {
   EXPAND: jax.jit(mosaic_tpu.expand, static_argnames=(*_SHAPE, *_OPTIONS)),
 }
 _XLA = {COMPACT: jax.jit(xla.compact), EXPAND: jax.jit(xla.expand, static_argnames=_SHAPE)}
-
-
-def mosaic_takes(dtype: Any) -> bool:
-  """Returns whether the TPU kernel moves rows of a dtype; XLA moves the others on a TPU too."""
-  # Of float16 it would have to copy the whole stash into another dtype.
-  return dtype != jnp.float16
 
 
 def run(
@@ -94,7 +89,8 @@ def _lower_to_xla(name, *leaves, checks_bounds, **shape):
 
 
 def _lower_for_tpu(name, *leaves, **params):
-  if not mosaic_takes(leaves[0].dtype):
+  # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
+  if not dtypes.is_of_mosaic(leaves[0].dtype):
     return _lower_to_xla(name, *leaves, **params)
   return _run_mosaic(name, *_grouped(name, leaves), **params)
 

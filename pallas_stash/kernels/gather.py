@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_stash.kernels import tile_words
 from pallas_stash.kernels.int32 import div, rem, repeat
@@ -34,6 +35,7 @@ from pallas_stash.kernels.tiling import choose_tiling
 CORES = 2  # Those of a megacore chip share the tiles; elsewhere one core takes both halves in turn.
 IDLE_SLOTS = 2  # A landing slot is loaded again two pieces after a store from it was started.
 NO_ROW = 2**31 - 2  # Behind every row.
+ZERO = np.int32(0)  # Under x64 the compiler is given an int as an int64.
 
 
 class Slots(NamedTuple):
@@ -316,7 +318,7 @@ def _kernel(
     )
 
   def store(slots, slot, tile_row, first, last):
-    tile = slot if slots.tiles.shape[0] > 1 else 0
+    tile = slot if slots.tiles.shape[0] > 1 else ZERO
     rows = pl.multiple_of(last - first, alignment)
     return pltpu.make_async_copy(
       slots.tiles.at[tile, pl.ds(first, rows)],
@@ -334,16 +336,17 @@ def _kernel(
 
     @pl.when(rows > 0)
     def _():
-      store(slots, slot, 0, 0, rows).wait()
+      store(slots, slot, ZERO, ZERO, rows).wait()
       slots.rows_leaving[slot] = 0
 
   def store_blank_tiles(first, last):
-    @pl.loop(first, jnp.where(is_filled == 0, first, last))
-    def _(tile):
+    def store_tile(tile, _):
       slot = rem(tile, tiling.blank_stores)
       finish_stores(blank, slot)
       row = row_of_tile(tile)
       start_store(blank, slot, row, 0, jnp.minimum(tile_rows, window_last - row))
+
+    lax.fori_loop(first, jnp.where(is_filled == 0, first, last), store_tile, None)
 
   def read_edge(slot, tile_row, row, last):
     """Reads the block of tile rows from `row` on, up to `last`, as the destination has them."""
@@ -379,7 +382,7 @@ def _kernel(
     rows_owned = jnp.minimum(window_last - tile_row, tile_rows)
     if is_new:
       store_blank_tiles(previous_tile + 1, piece.tile)
-    pl.when(piece.load_rows > 0)(lambda: load(slot, 0, 0, piece.load_rows).wait())
+    pl.when(piece.load_rows > 0)(lambda: load(slot, ZERO, ZERO, piece.load_rows).wait())
 
     @pl.when(piece.continues_at >= 0)
     def _():
@@ -444,7 +447,7 @@ def _kernel(
     for slot in range(slots.rows_leaving.shape[0]):
       slots.rows_leaving[slot] = 0
   if is_new:
-    pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[0], blank_word))
+    pl.when(is_filled != 0)(lambda: fill(blank.tiles.at[ZERO], blank_word))
 
   position = repeat(
     jnp.int32(tiling.landing_slots - IDLE_SLOTS),

@@ -6,6 +6,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_stash import dtypes
 from pallas_stash.kernels.gather import gather, NO_ROW
 from pallas_stash.kernels.tiling import LANES, row_alignment, Tiling
 from pallas_stash.ragged import CopyRuns
@@ -32,8 +33,8 @@ def compact(
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
-    The stash. It is the buffer that came in, unless its dtype is float16, its rows are no multiple
-    of `row_alignment` or its width is none of 128: then XLA copies it.
+    The stash. It is the buffer that came in, unless it is of a dtype that Mosaic does not take, its
+    rows are no multiple of `row_alignment` or its width is none of 128: then XLA copies it.
   """
   shape, dtype = stash.shape, stash.dtype
   destination = _to_kernel_layout(stash, shape[1], interpret)
@@ -70,8 +71,8 @@ def expand(
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
-    The new buffer. A stash of float16, or whose rows are no multiple of `row_alignment`, or whose
-    width is none of 128, is first copied by XLA.
+    The new buffer. A stash of a dtype that Mosaic does not take, or whose rows are no multiple of
+    `row_alignment`, or whose width is none of 128, is first copied by XLA.
   """
   source = _to_kernel_layout(stash, stash.shape[1], interpret)
   padded_rows = _round_up(total_rows, row_alignment(stash.dtype.itemsize))
@@ -102,12 +103,11 @@ def _round_up(x, multiple):
 def _to_kernel_layout(array, width, interpret):
   """Returns `array` with whole tiles of rows and columns, and a dtype that the kernel takes.
 
-  Mosaic takes no float16, and XLA on a CPU, which interprets, may rewrite which NaN it is in small
-  float dtypes. The kernel only moves bits, so it is given integers.
+  Mosaic does not take every dtype, and XLA on a CPU, which interprets, computes with small floats.
+  The kernel only moves bits, so it is given integers.
   """
-  itemsize = array.dtype.itemsize
-  if array.dtype == jnp.float16 or (interpret and itemsize < 4):
-    array = lax.bitcast_convert_type(array, jnp.dtype(f"int{8 * itemsize}"))
+  if interpret or not dtypes.is_of_mosaic(array.dtype):
+    array = dtypes.as_integers(array)
   rows = _round_up(array.shape[0], row_alignment(array.dtype.itemsize)) - array.shape[0]
   columns = _round_up(width, LANES) - array.shape[1]
   return jnp.pad(array, ((0, rows), (0, columns))) if rows or columns else array
@@ -116,7 +116,7 @@ def _to_kernel_layout(array, width, interpret):
 def _from_kernel_layout(array, shape, dtype):
   if array.shape != shape:
     array = array[: shape[0], : shape[1]]
-  return array if array.dtype == dtype else lax.bitcast_convert_type(array, dtype)
+  return dtypes.bit_cast(array, dtype)
 
 
 def _repeat_in_word(value):

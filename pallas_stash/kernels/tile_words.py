@@ -8,9 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_stash.kernels.int32 import div, rem
+from pallas_stash.kernels.int32 import div, rem, repeat
 from pallas_stash.kernels.tiling import LANES, SUBLANES
 
 CHUNK = 8 * LANES  # Columns worked on together: enough to hide latency, few enough for registers.
@@ -101,9 +100,8 @@ def fill(tile, word, *, block_rows, interpreted):
   for columns in _chunks(tile):
     words = _Words(tile, columns, block_rows, interpreted)
     blank = jnp.full((SUBLANES, words.width), word, jnp.int32)
-    pl.loop(np.int32(0), np.int32(tile.shape[0] // block_rows))(
-      lambda block, w=words, b=blank: w.store(block, b)
-    )
+    store = lambda block, _, w=words, b=blank: w.store(block, b)
+    repeat(jnp.int32(tile.shape[0] // block_rows), store, None)
 
 
 def _chunks(tile):
@@ -125,7 +123,7 @@ class _Words:
     # which each operation would arrange anew. To `or` them to a zero that is arranged does it once.
     self._arranged = None
     if block_rows == 2 * SUBLANES:
-      self._arranged = lax.shift_right_logical(_sublane((SUBLANES, self.width)), 3)  # Zero.
+      self._arranged = div(_sublane((SUBLANES, self.width)), SUBLANES)  # Zero.
 
   def _rows(self, block, rows):
     return pl.ds(pl.multiple_of(block * rows, rows), rows), self._columns

@@ -1,9 +1,8 @@
 """Compact and expand in plain lax, for every backend, with the contract of `kernels.mosaic_tpu`.
 
 Runs are copied by dynamic slices in loops whose trip counts are known on the device, so the cost
-follows the routed rows. All indices are row numbers: no element offset can pass int32. Values come
-through bit for bit, but XLA on a CPU may rewrite which NaN it is in bfloat16 and float8_e5m2, as it
-does whenever it fuses operations on them.
+follows the routed rows. All indices are row numbers: no element offset can pass int32. What XLA on
+a CPU would compute with, rather than move, is moved as integers.
 """
 
 import jax
@@ -11,6 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_stash import dtypes
 from pallas_stash.kernels.int32 import div, repeat
 from pallas_stash.ragged import CopyRuns
 from pallas_stash.varying import vary_over, varying_axes
@@ -30,9 +30,11 @@ def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
     runs: the copies.
 
   Returns:
-    The stash; in place where XLA may overwrite it (a loop carry, a donated or temporary buffer).
+    The stash; in place where XLA may overwrite it (a loop carry, a donated or temporary buffer) and
+    updates its dtype. On a CPU it does not update small floats: those take a pass over the stash.
   """
-  return _copy_runs(rows, stash, runs)
+  moved = dtypes.bit_cast(stash, dtypes.moved_by_xla(stash.dtype))
+  return dtypes.bit_cast(_copy_runs(rows, moved, runs), stash.dtype)
 
 
 def expand(
@@ -58,21 +60,19 @@ def expand(
   Returns:
     The new buffer.
   """
-  shape = total_rows, width
-  if fill is None:
-    return _copy_runs(stash, lax.broadcast(blank, shape), runs)
-  empty = lambda: vary_over(lax.empty(shape, stash.dtype), varying_axes(blank))
-  return _copy_runs(stash, lax.cond(fill, lambda: lax.broadcast(blank, shape), empty), runs)
+  dtype = dtypes.moved_by_xla(stash.dtype)
+  blanks = lambda: lax.broadcast(dtypes.as_integers(blank), (total_rows, width))
+  full = lambda: dtypes.bit_cast(blanks(), dtype)
+  empty = lambda: vary_over(lax.empty((total_rows, width), dtype), varying_axes(blank))
+  out = full() if fill is None else lax.cond(fill, full, empty)
+  return dtypes.bit_cast(_copy_runs(stash, out, runs), stash.dtype)
 
 
 def _copy_runs(source, destination, runs):
-  """Copies each run: large chunks, then small ones, then what is smaller than a small chunk."""
-  dtype = destination.dtype
-  if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
-    # XLA on a CPU would pass over the whole buffer for each chunk, and so does it once.
-    as_bits = lambda array: lax.bitcast_convert_type(array, jnp.uint8)
-    destination = _copy_runs(as_bits(source), as_bits(destination), runs)
-    return lax.bitcast_convert_type(destination, dtype)
+  """Copies each run: large chunks, then small ones, then what is smaller than a small chunk.
+
+  The dtypes of source and destination have the same size, and the bits are copied.
+  """
   columns = min(source.shape[1], destination.shape[1])
   most_rows = min(source.shape[0], destination.shape[0])
   row_bytes = columns * source.dtype.itemsize
@@ -83,8 +83,8 @@ def _copy_runs(source, destination, runs):
     from_row, to_row, size = runs.sources[run], runs.destinations[run], runs.sizes[run]
 
     def copy_chunk(rows, offset, destination):
-      chunk = lax.dynamic_slice(source, (from_row + offset, COLUMN), (rows, columns))
-      return lax.dynamic_update_slice(destination, chunk, (to_row + offset, COLUMN))
+      chunk = _load(source, from_row + offset, rows, columns)
+      return _store(destination, chunk, to_row + offset)
 
     large_chunks = div(size, large)
     copy_large = lambda i, destination: copy_chunk(large, i * large, destination)
@@ -112,10 +112,24 @@ def _merge_rows(source, destination, from_row, to_row, size, rows, columns):
   """Copies `size <= rows` rows; reads and writes `rows` rows, wherever they fit both buffers."""
   load_row = jnp.minimum(from_row, source.shape[0] - rows)
   store_row = jnp.minimum(to_row, destination.shape[0] - rows)
-  loaded = lax.dynamic_slice(source, (load_row, COLUMN), (rows, columns))
-  old = lax.dynamic_slice(destination, (store_row, COLUMN), (rows, columns))
+  loaded = dtypes.as_integers(_load(source, load_row, rows, columns))
+  old = dtypes.as_integers(_load(destination, store_row, rows, columns))
   row = jnp.arange(rows, dtype=jnp.int32) + store_row - to_row
   is_copied = (row >= 0) & (row < size)
   new = jnp.take(loaded, jnp.clip(row + from_row - load_row, 0, rows - 1), axis=0)
   merged = jnp.where(is_copied[:, None], new, old)
-  return lax.dynamic_update_slice(destination, merged, (store_row, COLUMN))
+  return _store(destination, dtypes.bit_cast(merged, destination.dtype), store_row)
+
+
+def _load(array, row, rows, columns):
+  """Returns `rows` rows from a row on, in the dtype that XLA moves."""
+  dtype = dtypes.moved_by_xla(array.dtype)
+  if dtype != array.dtype:
+    # Bits first, then rows: XLA fuses that, and would convert what it slices as floats. It is not
+    # to cast all the rows in front of the loop, so they seem to depend on the turn.
+    array, row = lax.optimization_barrier((array, row))
+  return lax.dynamic_slice(dtypes.bit_cast(array, dtype), (row, COLUMN), (rows, columns))
+
+
+def _store(array, rows, row):
+  return lax.dynamic_update_slice(array, rows, (row, COLUMN))
