@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+# For `jax.jit`: compiled as users compile, where `tests/conftest.py` asks for less of all others.
+OPTIMIZED = None if jax.default_backend() == "tpu" else {"xla_backend_optimization_level": 3}
+
 
 def assert_trees_equal(actual, expected):
   """Fails unless two pytrees are equal, NaNs included."""

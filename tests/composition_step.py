@@ -99,12 +99,12 @@ def run(case, capacity):
   if case.call == "eager":
     return step(*args)
   if case.call == "donated":
-    results = jit(step, donate_argnums=(0, 1, 2))(*args)
+    results = jax.jit(step, donate_argnums=(0, 1, 2))(*args)
     # XLA may shard what the optimizer returns otherwise than what it was given.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((args[0], args[2])))
     return results
   if case.call == "jit":
-    return jit(step)(*args)
+    return jax.jit(step)(*args)
   # What is exported has plain arrays for arguments and results.
   leaves, treedef = jax.tree.flatten(args)
   structures = []
@@ -116,10 +116,4 @@ def run(case, capacity):
 
   exported = jax.export.export(jax.jit(flat))(*leaves)
   exported = jax.export.deserialize(exported.serialize())
-  return jax.tree.unflatten(structures[0], jit(exported.call)(*leaves))
-
-
-def jit(fun, **options):
-  # Most of the time of these tests would be spent on making code fast that runs once.
-  quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-  return jax.jit(fun, compiler_options=quick, **options)
+  return jax.tree.unflatten(structures[0], jax.jit(exported.call)(*leaves))

@@ -8,12 +8,18 @@ import os
 
 from bench.tpu_environment import ENVIRONMENT
 
+OPTIMIZATION = "xla_backend_optimization_level"
 ON_TPU = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
 
 if not ON_TPU:
   # Before jax is imported: eight devices, and a TPU compiler that looks for no TPU.
-  flags = os.environ.get("XLA_FLAGS", "")
-  os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+  flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+  # Most of the time would be spent on making code fast that runs once, for this CPU alone: what is
+  # compiled for a TPU stays the same. Tests of bits ask for `OPTIMIZED`; `make test-long` runs all
+  # tests as users compile.
+  if OPTIMIZATION not in flags:
+    flags += f" --{OPTIMIZATION}=0"
+  os.environ["XLA_FLAGS"] = flags.strip()
   os.environ.update(ENVIRONMENT)
 
 from hypothesis import settings  # noqa: E402

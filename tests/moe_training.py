@@ -11,6 +11,7 @@ import numpy as np
 
 import pallas_stash as ps
 from reference import model, moe
+from tests.checks import OPTIMIZED
 
 SAVE = jax.checkpoint_policies.save_only_these_names
 NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")
@@ -144,11 +145,9 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
 
 
 @functools.cache
-def _program(config, devices, structure, is_quick, **options):
+def _program(config, devices, structure, is_optimized, **options):
   loss = loss_function(config, devices, structure, **options)
-  compiler_options = {}
-  if is_quick and jax.default_backend() == "cpu":  # Most of the time is spent on making code fast.
-    compiler_options["xla_backend_optimization_level"] = 0
+  compiler_options = dict(OPTIMIZED or {}) if is_optimized else {}
   if config.dtype != jnp.float32:
     # XLA may keep in float32 what the program rounds to bfloat16, in one program and not in
     # another. Without that, a value is the same wherever it is computed.
@@ -157,17 +156,17 @@ def _program(config, devices, structure, is_quick, **options):
 
 
 @functools.cache
-def gradients(config, devices, structure, room=None, is_quick=True, **options):
+def gradients(config, devices, structure, room=None, is_optimized=False, **options):
   """Returns (loss, gradients, stats, group_sizes [layers, experts]).
 
   Args:
     config, devices, structure: as for `loss_function`.
     room: rows of the stash that are not taken before the first layer, a multiple of its alignment;
       None for all.
-    is_quick: compile without optimisation where that can be asked for.
+    is_optimized: compile as users do.
     **options: as for `loss_function`.
   """
-  gradient = _program(config, devices, structure, is_quick, **options)
+  gradient = _program(config, devices, structure, is_optimized, **options)
   traced_room = None if room is None else jnp.int32(room)
   (loss, (stats, sizes)), gradients = gradient(*params_and_tokens(config), traced_room)
   if room is not None:

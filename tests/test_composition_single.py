@@ -26,7 +26,7 @@ from tests.composition_model import (
   SAVE,
   WIDTH,
 )
-from tests.composition_step import arguments, jit, place
+from tests.composition_step import arguments, place
 
 ROWS = 200  # Enough for the experts of all layers but one, and no other size of the model.
 
@@ -71,7 +71,7 @@ def test_linen_scan_and_remat():
     carry, _ = layers.apply({"params": params}, (x, ps.Stash.empty(ROWS, RESIDUALS)), None)
     return squares(*carry)
 
-  assert_trees_equal(jit(jax.value_and_grad(loss))(params, tokens), expected_gradients(Case()))
+  assert_trees_equal(jax.jit(jax.value_and_grad(loss))(params, tokens), expected_gradients(Case()))
   carry = tokens, ps.Stash.empty(ROWS, RESIDUALS)
   made = jax.eval_shape(layers.init, jax.random.key(0), carry, None)["params"]
   assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
@@ -101,7 +101,7 @@ def test_gradients_of_each_example():
   params, _, _, tokens = arguments(case, ROWS)
   loss = loss_function(case, ROWS)
   gradient = jax.vmap(jax.grad(lambda *args: loss(*args, None)[0]))
-  assert_trees_equal(jit(gradient)(params, tokens[0]), expected_gradients(case)[1])
+  assert_trees_equal(jax.jit(gradient)(params, tokens[0]), expected_gradients(case)[1])
 
 
 @pytest.mark.parametrize("cond", AXES["cond"])
@@ -113,7 +113,7 @@ def test_evaluation_does_not_touch_the_stash(shard_map, cond):
   loss = loss_function(case, ROWS)
 
   def uses(fun):
-    program = aot.Program(jit(fun).lower(params, tokens[0, 0], stash).compile())
+    program = aot.Program(jax.jit(fun).lower(params, tokens[0, 0], stash).compile())
     updates = [i for i in program.instructions if "dynamic-update-slice" in i.opcode + i.name]
     updates = [i for i in updates if f"f32[{ROWS},128]" in i.result]
     return [*program.copies(*stash.buffers), *updates, *program.kernels()]
@@ -131,7 +131,7 @@ def test_no_layer_saves_the_stash(remat, cond):
   params, _, _, tokens = arguments(case, ROWS)
   loss = loss_function(case, ROWS)
   gradient = jax.grad(lambda params, x: loss(params, x, None)[0])
-  text = jit(gradient).lower(params, tokens[0, 0]).compile().as_text()
+  text = jax.jit(gradient).lower(params, tokens[0, 0]).compile().as_text()
   assert f"f32[{ROWS},128]" in text and f"f32[{LAYERS},{ROWS},128]" not in text
   assert f"f32[{LAYERS},{WIDTH},{WIDTH}]" in text  # As what has that axis is written there.
 

@@ -100,7 +100,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 @pytest.mark.parametrize("capacity", [0, 1, half, exact, AMPLE])
 def test_gradients_at_any_capacity(capacity):
   """By a program for each, compiled as a user would."""
-  check(capacity, 4, "inside", is_static=True, check_vma=False, is_quick=False)
+  check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)
 
 
 @needs_devices(4)

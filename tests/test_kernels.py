@@ -19,6 +19,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
+from tests.checks import OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -85,7 +86,8 @@ def kernels_of(implementation, case, dtype, interpret=kernels.INTERPRET):
       with mock.patch.object(xla, "LARGE_CHUNK_BYTES", chunk_bytes):
         return kernel(*args)
 
-    return jax.jit(traced)
+    # Of interpreted kernels nothing is left to the compiler that users have.
+    return jax.jit(traced, compiler_options=OPTIMIZED if implementation == "xla" else None)
 
   compact = functools.partial(module.compact, **options)
   return tuple(map(in_large_chunks_of_about_a_tile, (compact, expand)))

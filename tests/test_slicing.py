@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import re
 from unittest import mock
 
@@ -18,7 +19,7 @@ import pallas_stash as ps
 from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
-from tests.checks import assert_trees_equal, needs_devices
+from tests.checks import assert_trees_equal, needs_devices, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -110,15 +111,23 @@ def test_without_groups_errors_are_those_of_lax(name, args):
 # With groups: values.
 
 
+def optimized(fun, **options):
+  return jax.jit(inspect.unwrap(fun), compiler_options=OPTIMIZED, **options)
+
+
+update_rows_optimized = optimized(update_rows)
+slice_rows_optimized = optimized(slice_rows, static_argnames="total_rows")
+
+
 def check_values(dtype, width, layout, start):
   rng = np.random.default_rng(start + 100)
   operand = random_bits(rng, (OPERAND_ROWS, width), dtype)
   update = random_bits(rng, (TOTAL_ROWS, width), dtype)
   groups = (np.int32(start), *map(as_rows, layout))
   row = start if start >= 0 else start + OPERAND_ROWS  # As in lax.
-  actual = update_rows(operand, update, *groups)
+  actual = update_rows_optimized(operand, update, *groups)
   assert_same_bits(actual, ragged_rows.compact(update, operand, row, *layout))
-  actual = slice_rows(operand, *groups, TOTAL_ROWS)
+  actual = slice_rows_optimized(operand, *groups, total_rows=TOTAL_ROWS)
   assert_same_bits(actual, ragged_rows.expand(operand, row, TOTAL_ROWS, *layout))
 
 

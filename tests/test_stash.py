@@ -1,12 +1,14 @@
 """Push, restore, pop and stats outside autodiff: every row is compared bit for bit."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, is_any_nan
+from tests.checks import assert_trees_equal, is_any_nan, OPTIMIZED
 from tests.support import IMPLEMENTATIONS
 
 TOTAL_ROWS = 64
@@ -52,8 +54,9 @@ def test_what_is_pushed_comes_back(implementation):
     ragged_of([9, 1, 3], [40, 0, 20]),
     ragged_of([64, 0, 0]),
   ]
-  push = jax.jit(lambda stash, *a: stash.push(*a, implementation=implementation))
-  restore = jax.jit(lambda stash, *a: stash.restore(*a, implementation=implementation))
+  jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+  push = jit(lambda stash, *a: stash.push(*a, implementation=implementation))
+  restore = jit(lambda stash, *a: stash.restore(*a, implementation=implementation))
   stash = ps.Stash.empty(120, SPECS)
   pushed = []
   for seed, ragged in enumerate(layouts):
