@@ -315,7 +315,7 @@ def _push(stash, values, ragged, axis_name, implementation):
   runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
   buffers = list(stash.buffers)
   for value, index in zip(values, order, strict=True):
-    flat = value.reshape(ragged.total_rows, -1)
+    flat = value if value.ndim == 2 else value.reshape(ragged.total_rows, -1)
     stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
     buffers[index] = kernels.compact(stored, buffers[index], runs, implementation)
 
@@ -344,8 +344,10 @@ def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, pad
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
   fill = None if padding == "zero" else ~is_readable
 
+  blank_of = functools.cache(functools.partial(dtypes.blank_or_nan, is_readable))
+
   def read(spec, buffer):
-    blank = dtypes.bit_cast(dtypes.blank_or_nan(is_readable, spec.dtype), buffer.dtype)
+    blank = dtypes.bit_cast(blank_of(spec.dtype), buffer.dtype)
     width = math.prod(spec.shape)
     rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation, fill)
     return dtypes.bit_cast(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)

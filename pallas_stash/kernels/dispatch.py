@@ -51,7 +51,8 @@ def run(
     checks_bounds: whether a kernel on a TPU checks that its DMAs lie inside the buffers.
     **shape: of the new buffer of expand, as they take it.
   """
-  operands = vary_alike(*jax.tree.map(jnp.asarray, operands))
+  as_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+  operands = vary_alike(*jax.tree.map(as_array, operands))
   if implementation is None:
     leaves = jax.tree.leaves(operands)
     return PRIMITIVES[name].bind(*leaves, checks_bounds=checks_bounds, **shape)
