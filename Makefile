@@ -12,7 +12,7 @@ BENCH_RUN = $(BENCH_VENV)/bin/python
 WORKERS ?= 2
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
-.PHONY: demo fit bench bench-check test suite test-long lint clean
+.PHONY: chip demo fit bench bench-check test suite test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -27,6 +27,10 @@ suite: $(VENV)/ready
 
 test-long: $(VENV)/ready
 	$(RUN) -m pytest -m "long or hypothesis" --hypothesis-seed=$(SEED)
+
+# What to run first on a TPU, as docs/on-a-tpu.md says.
+chip: $(VENV)/ready
+	$(RUN) -m bench.chip $(FLAGS)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
