@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
   initialize,
-  invariant,
   precondition,
   rule,
   RuleBasedStateMachine,
@@ -64,17 +63,14 @@ class StashMachine(RuleBasedStateMachine):
   """Every rule does the same to a stash and to the model."""
 
   implementation: str
-  operations = 0  # Of all sequences together.
+  compares_all = True  # After each operation. Else the last slot, one other, and all in the end.
+  compared = 0  # Stored pushes that have rows, of all sequences together.
 
   @initialize(capacity=st.sampled_from(CAPACITIES))
   def start(self, capacity):
     self.capacity, self.seed = capacity, 0
     self.stash = ps.Stash.empty(capacity, SPECS)
     self.forget()
-
-  @invariant()
-  def count(self):
-    type(self).operations += 1
 
   def forget(self):
     """Of the model: nothing is stored."""
@@ -144,10 +140,19 @@ class StashMachine(RuleBasedStateMachine):
   def check(self):
     stats = [int(x[0]) for x in self.stash.stats()]
     assert stats == [self.top, self.peak, self.overflowed, self.invalid, self.sufficient]
-    self.poison()
-    for slot, layout, values, taken in self.slots:
+    others = [] if not self.slots else [self.slots[self.seed % len(self.slots)], self.slots[-1]]
+    self.compare(self.slots if self.compares_all else others)
+
+  def teardown(self):
+    self.compare(self.slots)
+
+  def compare(self, slots):
+    if slots:
+      self.poison()
+    for slot, layout, values, taken in slots:
       ragged = ragged_of(layout)
       restored = restore(self.stash, slot, ragged, self.implementation)
+      type(self).compared += taken > 0
       for value, actual in zip(values, restored, strict=True):
         if taken or not sum(layout[0]):
           assert_same_bits(actual, without_padding(value, *layout))
@@ -160,19 +165,27 @@ class XlaMachine(StashMachine):
 
 
 class MosaicMachine(StashMachine):
+  """To compile and to run an interpreted kernel takes long."""
+
   implementation = MOSAIC
+  compares_all = False
+
+  @initialize()
+  def start(self):
+    super().start(104)
 
 
 def run(machine, sequences, steps):
   """Runs random sequences of operations. A failing one is printed as a program, to paste here."""
-  machine.operations = 0
+  machine.compared = 0
   options = {"max_examples": sequences, "stateful_step_count": steps}
   run_state_machine_as_test(machine, settings=settings(**options))
-  assert machine.operations > sequences * steps / 2  # Hypothesis may end a sequence early.
+  # Hypothesis leaves some operations out of some sequences, so that others come more often.
+  assert machine.compared > sequences
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 25), (MosaicMachine, 2)])
+@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 25), (MosaicMachine, 8)])
 def test_stash_is_its_model(machine, sequences):
   run(machine, sequences, 20)
 
