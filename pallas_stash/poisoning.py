@@ -9,6 +9,7 @@ from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
 from pallas_stash.checkpoint import is_row_shaped
+from pallas_stash.kernels.dispatch import leaves_undefined
 
 # `only` of `run_poisoned`, where it is no number of an intermediate.
 ALL, NONE = -1, -2
@@ -171,7 +172,7 @@ def _describe(equation, result, name=None):
 
 
 def _may_be_undefined(equation):
-  if equation.primitive.name in _UNDEFINED:
+  if equation.primitive.name in _UNDEFINED or leaves_undefined(equation):
     return True
   inner = jex.jaxprs_in_params(equation.params)
   return any(_may_be_undefined(e) for jaxpr in inner for e in jaxpr.eqns)
