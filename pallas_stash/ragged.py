@@ -109,8 +109,11 @@ class RaggedRows:
     """Returns bool[total_rows]: whether each row is in a group. None is where it is not valid."""
     starts, sizes = self._segments()
     # Groups are disjoint: as many have started as have ended at a row of padding.
-    started = jnp.zeros((self.total_rows + 1,), jnp.int32).at[starts].add(1)
-    return jnp.cumsum(started.at[starts + sizes].add(-1))[:-1] > 0
+    started = jnp.zeros((self.total_rows + 1,), jnp.int32)
+    # Every row is inside: nothing is left to a scatter that drops the others.
+    for rows, by in (starts, 1), (starts + sizes, -1):
+      started = started.at[rows].add(by, mode="promise_in_bounds")
+    return jnp.cumsum(started)[:-1] > 0
 
   def compact_runs(self, start, stash_rows: int) -> CopyRuns:
     """Returns the runs that copy the groups, tight and in order, to stash row `start` onwards.

@@ -78,6 +78,9 @@ def _run_mosaic(name, *operands, **options):
 # and `fill` of expand is the last, or is not there.
 
 
+_WITH_FILL = 6  # Leaves of expand.
+
+
 def _grouped(name, leaves):
   """Returns the operands of the implementations from the leaves of them all."""
   arrays = 2 if name == COMPACT else 1
@@ -142,3 +145,8 @@ def _make_primitive(name):
 
 
 PRIMITIVES = {name: _make_primitive(name) for name in (COMPACT, EXPAND)}
+
+
+def leaves_undefined(equation: Any) -> bool:
+  """Returns whether an equation of a traced program is an expand that may leave rows undefined."""
+  return equation.primitive is PRIMITIVES[EXPAND] and len(equation.invars) == _WITH_FILL
