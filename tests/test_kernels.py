@@ -299,6 +299,7 @@ def test_xla_makes_nothing_of_worst_case_size(batch):
       "broadcast_in_dim",
       "custom_vmap_call",
       "dynamic_update_slice",
+      "jit",
       "scan",
       "while",
     }

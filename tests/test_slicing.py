@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from pallas_stash.kernels import gather
+from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
 from tests.checks import assert_trees_equal, needs_devices
@@ -44,7 +44,7 @@ COMPILED = [name for name in IMPLEMENTATIONS if name != "mosaic_interpret"]
 def small_tiles():
   """Several tiles in each operand: to interpret large ones takes long."""
   tiling = lambda *args: dataclasses.replace(choose_tiling(*args), tile_rows=32)
-  with mock.patch.object(gather, "choose_tiling", tiling):
+  with mock.patch.object(dispatch, "choose_tiling", tiling):
     yield
 
 

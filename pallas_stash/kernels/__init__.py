@@ -9,10 +9,9 @@ from typing import Any, get_args, Literal
 import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-import jax.numpy as jnp
 
-from pallas_stash import dtypes
-from pallas_stash.kernels import mosaic_tpu, xla
+from pallas_stash import debugging, dtypes
+from pallas_stash.kernels import dispatch
 from pallas_stash.ragged import CopyRuns
 
 Implementation = Literal["mosaic", "mosaic_interpret", "xla"]
@@ -48,7 +47,7 @@ def compact(
   """
   if 0 in stash.shape or 0 in rows.shape:
     return stash
-  return _dispatch("compact", implementation, stash.dtype, (rows, stash, runs))
+  return _run(dispatch.COMPACT, implementation, (rows, stash, runs))
 
 
 def expand(
@@ -67,33 +66,12 @@ def expand(
   """
   if 0 in stash.shape or width == 0:
     return lax.broadcast(blank, (total_rows, width))
-  static = {"total_rows": total_rows, "width": width}
-  return _dispatch("expand", implementation, stash.dtype, (stash, runs, blank, fill), **static)
+  operands = (stash, runs, blank) if fill is None else (stash, runs, blank, fill)
+  return _run(dispatch.EXPAND, implementation, operands, total_rows=total_rows, width=width)
 
 
-def _dispatch(name, implementation, dtype, operands, **static):
-  check_implementation(implementation, dtype)
-
-  def mosaic(*operands):
-    return getattr(mosaic_tpu, name)(*operands, **static)
-
-  def mosaic_interpret(*operands):
-    return getattr(mosaic_tpu, name)(*operands, **static, interpret=INTERPRET)
-
-  def plain(*operands):
-    return getattr(xla, name)(*operands, **static)
-
-  def by_platform(*operands):
-    # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
-    if not dtypes.is_of_mosaic(dtype):
-      return plain(*operands)
-    return lax.platform_dependent(*operands, tpu=mosaic, default=plain)
-
-  implementations = {
-    None: by_platform,
-    "mosaic": mosaic,
-    "mosaic_interpret": mosaic_interpret,
-    "xla": plain,
-  }
-  # Scalars that steer DMAs cannot be batched, so `vmap` runs one example after the other.
-  return jax.custom_batching.sequential_vmap(implementations[implementation])(*operands)
+def _run(name, implementation, operands, **shape):
+  check_implementation(implementation, operands[0].dtype)
+  # What is asked for here is asked for when the program is traced, not when it is lowered.
+  options = {"interpret": INTERPRET, "checks_bounds": debugging.is_debugging()}
+  return dispatch.run(name, implementation, operands, **options, **shape)

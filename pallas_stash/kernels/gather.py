@@ -112,7 +112,7 @@ class Piece(NamedTuple):
   continues_at: jax.Array
 
 
-def gather(source, destination, runs, window, tiling=None, interpret=False):
+def gather(source, destination, runs, window, tiling=None, interpret=False, checks_bounds=False):
   """Copies runs of rows of `source` to `destination`.
 
   Args:
@@ -125,6 +125,7 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
       the window consists of whole HBM tiles.
     tiling: `Tiling`, or None for `choose_tiling`.
     interpret: False, or `pltpu.InterpretParams`.
+    checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
     The destination.
@@ -135,7 +136,12 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
   scalars = *searchable(runs), window
   mat = jax.typeof(source).manual_axis_type
   out_shape = jax.ShapeDtypeStruct(destination.shape, dtype, manual_axis_type=mat)
-  in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+  in_hbm = lambda x: x
+  if not interpret:
+    # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM.
+    out_shape = pltpu.HBM.like(jax.core.ShapedArray(destination.shape, dtype, manual_axis_type=mat))
+    in_hbm = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
+  of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   landing_rows = tiling.tile_rows + tiling.block_rows
   for first_column, columns in tiling.column_blocks:
     updated = [] if isinstance(destination, jax.ShapeDtypeStruct) else [destination]
@@ -155,8 +161,8 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
       grid_spec=pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(scalars),
         grid=(CORES,),
-        in_specs=[in_hbm, [in_hbm] * len(updated)],
-        out_specs=in_hbm,
+        in_specs=[of_hbm, [of_hbm] * len(updated)],
+        out_specs=of_hbm,
         scratch_shapes=[
           slots(tiling.landing_slots, tiling.landing_slots, landing_rows),
           slots(tiling.assembly_slots, tiling.assembly_slots, tiling.tile_rows),
@@ -169,12 +175,12 @@ def gather(source, destination, runs, window, tiling=None, interpret=False):
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel",),
         # Runs lie inside both buffers. Checking that again costs as much as all else for a piece.
-        disable_bounds_checks=True,
+        disable_bounds_checks=not checks_bounds,
         vmem_limit_bytes=tiling.vmem_bytes(dtype.itemsize) + 2**21,
       ),
       interpret=interpret,
       name="stash_expand" if is_new else "stash_compact",
-    )(*scalars, source, updated)
+    )(*map(in_hbm, scalars), in_hbm(source), [in_hbm(x) for x in updated])
   return destination
 
 
@@ -285,7 +291,7 @@ def _kernel(
     landing_row = align_up(first - in_hbm_tile)
     shift = landing_row + in_hbm_tile - first
     is_continued = (source_row == position.landed) & (in_hbm_tile != 0)
-    there = jnp.where(is_continued, alignment, 0)
+    there = jnp.where(is_continued, jnp.int32(alignment), 0)
     load_rows = align_up(in_hbm_tile + last - first) - there
 
     piece = Piece(

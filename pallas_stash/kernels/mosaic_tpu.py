@@ -19,6 +19,7 @@ def compact(
   *,
   tiling: Tiling | None = None,
   interpret: Any = False,
+  checks_bounds: bool = False,
 ) -> jax.Array:
   """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
 
@@ -29,6 +30,7 @@ def compact(
     runs: the copies, whose destinations leave no gap.
     tiling: static sizes; `choose_tiling` by default.
     interpret: False, or `pltpu.InterpretParams`.
+    checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
     The stash. It is the buffer that came in, unless it is of a dtype that Mosaic does not take, its
@@ -38,7 +40,7 @@ def compact(
   destination = _to_kernel_layout(stash, shape[1], interpret)
   source = _to_kernel_layout(rows, shape[1], interpret)
   window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
-  out = gather(source, destination, runs, window, tiling, interpret)
+  out = gather(source, destination, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, shape, dtype)
 
 
@@ -52,6 +54,7 @@ def expand(
   width: int,
   tiling: Tiling | None = None,
   interpret: Any = False,
+  checks_bounds: bool = False,
 ) -> jax.Array:
   """Copies runs of `stash` [stash_rows, stash_width] into a new buffer [total_rows, width].
 
@@ -65,6 +68,7 @@ def expand(
     width: static, columns of the new buffer, `width <= stash_width`.
     tiling: static sizes; `choose_tiling` by default.
     interpret: False, or `pltpu.InterpretParams`.
+    checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
     The new buffer. A stash of a dtype that Mosaic does not take, or whose rows are no multiple of
@@ -80,7 +84,7 @@ def expand(
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
   window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
   shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
-  out = gather(source, shape, runs, window, tiling, interpret)
+  out = gather(source, shape, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)
 
 

@@ -1,8 +1,8 @@
 """Compact and expand in plain lax, for every backend, with the contract of `kernels.mosaic_tpu`.
 
 Runs are copied by dynamic slices in loops whose trip counts are known on the device, so the cost
-follows the routed rows. All indices are row numbers: no element offset can pass int32. What XLA on a
-CPU would compute with, rather than move, is moved as integers.
+follows the routed rows. All indices are row numbers: no element offset can pass int32. What XLA on
+a CPU would compute with, rather than move, is moved as integers.
 """
 
 import jax

@@ -1,0 +1,145 @@
+"""Which implementation runs, and that a kernel is traced once for a shape.
+
+A kernel takes a third of a second to trace, and a model may have many residuals of one shape. So
+each implementation is jitted, and jax keeps its traces; and where the platform is to choose,
+compact and expand are primitives, of which nothing is traced before a program is lowered, and then
+for its platforms only.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+import jax.numpy as jnp
+
+from pallas_stash import dtypes
+from pallas_stash.kernels import mosaic_tpu, xla
+from pallas_stash.kernels.tiling import choose_tiling, LANES
+from pallas_stash.ragged import CopyRuns
+from pallas_stash.varying import vary_alike
+
+COMPACT, EXPAND = "compact", "expand"
+
+_SHAPE = "total_rows", "width"
+_OPTIONS = "tiling", "interpret", "checks_bounds"
+_MOSAIC = {
+  COMPACT: jax.jit(mosaic_tpu.compact, static_argnames=_OPTIONS),
+  EXPAND: jax.jit(mosaic_tpu.expand, static_argnames=(*_SHAPE, *_OPTIONS)),
+}
+_XLA = {COMPACT: jax.jit(xla.compact), EXPAND: jax.jit(xla.expand, static_argnames=_SHAPE)}
+
+
+def run(
+  name: str,
+  implementation: str | None,
+  operands: tuple[Any, ...],
+  *,
+  interpret: Any,
+  checks_bounds: bool,
+  **shape: int,
+) -> jax.Array:
+  """Returns the result of compact or expand.
+
+  Args:
+    name: `COMPACT` or `EXPAND`.
+    implementation: the name of one, or None for that of the platform that it is lowered for.
+    operands: what the implementations take, in their order.
+    interpret: `pltpu.InterpretParams`, for "mosaic_interpret".
+    checks_bounds: whether a kernel on a TPU checks that its DMAs lie inside the buffers.
+    **shape: of the new buffer of expand, as they take it.
+  """
+  operands = vary_alike(*jax.tree.map(jnp.asarray, operands))
+  if implementation is None:
+    leaves = jax.tree.leaves(operands)
+    return PRIMITIVES[name].bind(*leaves, checks_bounds=checks_bounds, **shape)
+  if implementation == "xla":
+    one = functools.partial(_XLA[name], **shape)
+  else:
+    options = {"checks_bounds": checks_bounds} | shape
+    if implementation == "mosaic_interpret":
+      options["interpret"] = interpret
+    one = functools.partial(_run_mosaic, name, **options)
+  # Scalars that steer DMAs cannot be batched, so `vmap` runs one example after the other.
+  return jax.custom_batching.sequential_vmap(one)(*operands)
+
+
+def _run_mosaic(name, *operands, **options):
+  stash = operands[1 if name == COMPACT else 0]
+  # Given, and so part of what a trace is kept by.
+  tiling = choose_tiling(-(-stash.shape[1] // LANES) * LANES, stash.dtype.itemsize)
+  return _MOSAIC[name](*operands, tiling=tiling, **options)
+
+
+# Of the primitives, whose operands are leaves: those of `CopyRuns` stand behind the first arrays,
+# and `fill` of expand is the last, or is not there.
+
+
+def _grouped(name, leaves):
+  """Returns the operands of the implementations from the leaves of them all."""
+  arrays = 2 if name == COMPACT else 1
+  return *leaves[:arrays], CopyRuns(*leaves[arrays : arrays + 3]), *leaves[arrays + 3 :]
+
+
+def _lower_to_xla(name, *leaves, checks_bounds, **shape):
+  del checks_bounds
+  return _XLA[name](*_grouped(name, leaves), **shape)
+
+
+def _lower_for_tpu(name, *leaves, **params):
+  dtype = leaves[0].dtype
+  dtypes.check_is_moved_on_tpu(dtype)
+  # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
+  if not dtypes.is_of_mosaic(dtype):
+    return _lower_to_xla(name, *leaves, **params)
+  return _run_mosaic(name, *_grouped(name, leaves), **params)
+
+
+def _result(name, *leaves, checks_bounds, **shape):
+  """Returns the abstract value of the result."""
+  del checks_bounds
+  if name == COMPACT:
+    return leaves[1].update(weak_type=False)
+  return leaves[0].update(shape=(shape["total_rows"], shape["width"]), weak_type=False)
+
+
+@functools.cache
+def _compiled_alone(primitive, params):
+  return jax.jit(functools.partial(primitive.bind, **dict(params)))
+
+
+def _run_eagerly(primitive, *leaves, **params):
+  # Where `jax.disable_jit` is on, it would come back here.
+  with jax.disable_jit(False):
+    return _compiled_alone(primitive, tuple(params.items()))(*leaves)
+
+
+def _run_one_by_one(primitive, leaves, axes, **params):
+  """Runs the examples of `vmap` one after the other: scalars that steer DMAs cannot be batched."""
+  is_batched = [axis is not None for axis in axes]
+  batched = [
+    jnp.moveaxis(x, axis, 0) for x, axis in zip(leaves, axes, strict=True) if axis is not None
+  ]
+
+  def run_one(of_example):
+    of_example = iter(of_example)
+    operands = [next(of_example) if b else x for x, b in zip(leaves, is_batched, strict=True)]
+    return primitive.bind(*operands, **params)
+
+  return lax.map(run_one, batched), 0
+
+
+def _make_primitive(name):
+  primitive = Primitive(f"stash_{name}")
+  primitive.def_abstract_eval(functools.partial(_result, name))
+  primitive.def_impl(functools.partial(_run_eagerly, primitive))
+  batching.primitive_batchers[primitive] = functools.partial(_run_one_by_one, primitive)
+  for function, platform in (_lower_to_xla, None), (_lower_for_tpu, "tpu"):
+    rule = mlir.lower_fun(functools.partial(function, name), multiple_results=False)
+    mlir.register_lowering(primitive, rule, platform=platform)
+  return primitive
+
+
+PRIMITIVES = {name: _make_primitive(name) for name in (COMPACT, EXPAND)}
