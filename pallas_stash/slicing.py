@@ -58,8 +58,8 @@ def dynamic_update_slice(
 
   Raises:
     ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, a dtype
-      that nothing moves (float6) or that `implementation` does not, or anything that `RaggedRows`
-      refuses.
+      that nothing moves (float6, int1) or that `implementation` does not, or anything that
+      `RaggedRows` refuses; for a TPU, where that program is lowered, float64 and integers of two bits.
   """
   if group_sizes is None:
     _refuse_starts(group_starts)
@@ -119,8 +119,7 @@ def dynamic_slice(
 
   Raises:
     ValueError: for an unknown `padding`; with `group_sizes`, for other ranks than 2, a width other
-      than the operand's, a dtype that nothing moves (float6) or that `implementation` does not, or
-      anything that `RaggedRows` refuses.
+      than the operand's, or anything else that `dynamic_update_slice` refuses.
   """
   kernels.check_padding(padding)
   if group_sizes is None:

@@ -93,8 +93,10 @@ def _lower_to_xla(name, *leaves, checks_bounds, **shape):
 
 
 def _lower_for_tpu(name, *leaves, **params):
+  dtype = leaves[0].dtype
+  dtypes.check_is_moved_on_tpu(dtype)
   # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
-  if not dtypes.is_of_mosaic(leaves[0].dtype):
+  if not dtypes.is_of_mosaic(dtype):
     return _lower_to_xla(name, *leaves, **params)
   return _run_mosaic(name, *_grouped(name, leaves), **params)
 

@@ -294,7 +294,7 @@ def _kernel(
     landing_row = align_up(first - in_hbm_tile)
     shift = landing_row + in_hbm_tile - first
     is_continued = (source_row == position.landed) & (in_hbm_tile != 0)
-    there = jnp.where(is_continued, alignment, 0)
+    there = jnp.where(is_continued, jnp.int32(alignment), 0)
     load_rows = align_up(in_hbm_tile + last - first) - there
 
     piece = Piece(
