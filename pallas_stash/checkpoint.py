@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from pallas_stash import kernels
 from pallas_stash.batching import batch_alike
 from pallas_stash.kernels import Implementation
+from pallas_stash.misplaced_rows import watch_results
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import (
   first_order_only,
@@ -106,7 +107,8 @@ def checkpoint(
       raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
     check_ragged(ragged)
     refuse_closed_over_tracers(fun, args)
-    return stashed(*vary_alike(stash, ragged, *args))
+    out, stash = stashed(*vary_alike(stash, ragged, *args))
+    return watch_results(out, ragged, name_slot), stash
 
   def residuals(ragged, *args):
     """Returns a `jax.ShapeDtypeStruct(row_shape, dtype)` for each residual to stash."""

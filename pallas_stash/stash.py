@@ -14,11 +14,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from pallas_stash import debugging, kernels
+from pallas_stash import arguments, debugging, kernels
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
+from pallas_stash.misplaced_rows import report_pushed
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.varying import vary_alike, vary_over, varying_axes
+from pallas_stash.varying import empty, refuse_sharded, vary_alike, vary_over, varying_axes
 
 # The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"
@@ -113,8 +114,10 @@ class Stash:
     return cls(residuals, *children)
 
   def __repr__(self):
-    specs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.residuals)
-    return f"Stash({specs}; buffers={self.buffers})"
+    # Of shapes alone: to print values would fetch the buffers, and transformations leave no values.
+    specs = ", ".join(map(arguments.describe, self.residuals))
+    buffers, top = arguments.describe(self.buffers), arguments.describe(self.top)
+    return f"Stash({specs}; buffers={buffers}, top={top})"
 
   @staticmethod
   def empty(
@@ -131,12 +134,12 @@ class Stash:
         `PartitionSpec(mesh_axes)`.
 
     Raises:
-      ValueError: for a negative capacity, no residuals, an integer dtype, or no shards.
+      ValueError: for a negative capacity, no residuals, an integer dtype, no shards, or arguments
+        that are no such things.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
-    # As Python integers: products of NumPy's may overflow.
-    specs = tuple(jax.ShapeDtypeStruct(tuple(map(int, r.shape)), r.dtype) for r in residuals)
+    specs = arguments.row_specs(residuals)
     if not specs:
       raise ValueError(
         "residuals is empty: there is nothing to stash. Does the policy save anything that has"
@@ -152,7 +155,7 @@ class Stash:
     rows = _round_up(capacity_rows, alignment) * num_shards
     # Not zeros: no row is read before it is written, and a TPU would write them all every step.
     buffers = tuple(
-      lax.empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
+      empty((rows, _round_up(math.prod(s.shape), LANES)), _storage(s.dtype)) for s in specs
     )
     buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
@@ -190,6 +193,10 @@ class Stash:
     """
     self._check_local()
     kernels.check_implementation(implementation)
+    check_ragged(ragged)
+    values = arguments.as_list("values", values, "arrays, one a residual")
+    values = [arguments.as_array(f"values[{i}]", value) for i, value in enumerate(values)]
+    refuse_sharded(stash=self, values=values, ragged=ragged)
     for value in values:
       if value.shape[:1] != (ragged.total_rows,):
         raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
@@ -198,6 +205,7 @@ class Stash:
     self, values, ragged = vary_alike(self, values, ragged)
     checksum = None
     if debugging.is_debugging():
+      report_pushed(values, ragged, name_slot)
       # XLA may compute twice, and round differently, what is stored and what is summed.
       values = lax.optimization_barrier(values)
       checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
@@ -223,8 +231,8 @@ class Stash:
     wanted = counters.wanted_rows + jnp.minimum(rows_taken, _MAX_INT32 - counters.wanted_rows)
     counters = _Counters(
       peak_rows=jnp.maximum(counters.peak_rows, top),
-      overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored),
-      invalid_pushes=counters.invalid_pushes + ~is_valid,
+      overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored).astype(jnp.int32),
+      invalid_pushes=counters.invalid_pushes + (~is_valid).astype(jnp.int32),
       sufficient_rows=jnp.maximum(counters.sufficient_rows, wanted),
       wanted_rows=wanted,
     )
@@ -255,6 +263,9 @@ class Stash:
     """
     kernels.check_padding(padding)
     self._check_local()
+    check_slot(slot)
+    check_ragged(ragged)
+    refuse_sharded(stash=self, slot=slot, ragged=ragged)
     self = first_order_only(self)
     is_readable = self._is_in_use(slot)
     source = self.residuals, self.buffers, slot, ragged
@@ -268,6 +279,7 @@ class Stash:
     differentiated: gradients of the layers before it are NaN, as others may reuse their rows.
     """
     self._check_local()
+    check_slot(slot)
     self, slot = vary_alike(self, slot)
     rows_taken = _round_up(slot.rows, self.alignment)
     is_last = slot.start + rows_taken == self.top
@@ -361,7 +373,6 @@ def match_residuals(specs, found) -> list[int]:
   return order
 
 
-@jax.custom_vjp
 def seal(y: Any, stash: Stash) -> Any:
   """Hands the filled stash over to the backward pass; returns `y` unchanged.
 
@@ -375,7 +386,16 @@ def seal(y: Any, stash: Stash) -> Any:
   Args:
     y: any pytree.
     stash: as the last layer returned it.
+
+  Raises:
+    ValueError: for a `stash` that is none.
   """
+  arguments.check_type("stash", stash, Stash, "a Stash: seal(y, stash)")
+  return _seal(y, stash)
+
+
+@jax.custom_vjp
+def _seal(y, stash):
   del stash
   return y
 
@@ -388,7 +408,7 @@ def _seal_backward(stash, d_y):
   return d_y, stash_cotangent(first_order_only(stash), 1 + stash.canary)
 
 
-seal.defvjp(_seal_forward, _seal_backward)
+_seal.defvjp(_seal_forward, _seal_backward)
 
 
 def stash_cotangent(stash: Stash, canary: jax.Array) -> Stash:
@@ -428,6 +448,14 @@ def poison_unless(is_good: jax.Array, cotangents: Any) -> Any:
   return jax.tree.map(poison, cotangents)
 
 
+def check_slot(slot):
+  arguments.check_type("slot", slot, Slot, "a Slot, as `push` returned it")
+
+
+def check_ragged(ragged):
+  arguments.check_type("ragged", ragged, RaggedRows, "RaggedRows")
+
+
 def _all_along(axis_name, predicate):
   if axis_name is None:
     return predicate
@@ -435,11 +463,10 @@ def _all_along(axis_name, predicate):
 
 
 def _check_int(name, value, least):
-  if isinstance(value, bool) or not hasattr(value, "__index__"):
-    raise ValueError(f"{name}={value!r} must be a static int.")
-  if value.__index__() < least:
+  value = arguments.static_int(name, value)
+  if value < least:
     raise ValueError(f"{name}={value} must be at least {least}.")
-  return value.__index__()
+  return value
 
 
 def _round_up(x, multiple):

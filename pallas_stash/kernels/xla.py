@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_stash.kernels.int32 import div, repeat
 from pallas_stash.ragged import CopyRuns
-from pallas_stash.varying import vary_over, varying_axes
+from pallas_stash.varying import empty, mesh_alike, vary_over, varying_axes
 
 LARGE_CHUNK_BYTES = 2**21
 SMALL_CHUNK_ROWS = 32
@@ -61,8 +61,9 @@ def expand(
   shape = total_rows, width
   if fill is None:
     return _copy_runs(stash, lax.broadcast(blank, shape), runs)
-  empty = lambda: vary_over(lax.empty(shape, stash.dtype), varying_axes(blank))
-  return _copy_runs(stash, lax.cond(fill, lambda: lax.broadcast(blank, shape), empty), runs)
+  blanks = lambda: lax.broadcast(blank, shape)
+  nothing = lambda: vary_over(empty(shape, stash.dtype), varying_axes(blank))
+  return _copy_runs(stash, lax.cond(fill, blanks, nothing), runs)
 
 
 def _copy_runs(source, destination, runs):
@@ -73,6 +74,7 @@ def _copy_runs(source, destination, runs):
     as_bits = lambda array: lax.bitcast_convert_type(array, jnp.uint8)
     destination = _copy_runs(as_bits(source), as_bits(destination), runs)
     return lax.bitcast_convert_type(destination, dtype)
+  source, destination = mesh_alike(source, destination)
   columns = min(source.shape[1], destination.shape[1])
   most_rows = min(source.shape[0], destination.shape[0])
   row_bytes = columns * source.dtype.itemsize
