@@ -1,6 +1,7 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
-# `make suite` is the tests without what is the same on every Python. Of `make test-long`, SEED is
-# that of the sampled tests: another one every time, unless it is given.
+# `make suite` is the tests without what is the same on every Python. `make test-long` is all tests,
+# those that take minutes too, compiled as users compile; SEED is that of the sampled ones, another
+# one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 # `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
@@ -26,7 +27,7 @@ suite: $(VENV)/ready
 	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist worksteal
 
 test-long: $(VENV)/ready
-	$(RUN) -m pytest -m "long or hypothesis" --hypothesis-seed=$(SEED)
+	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)
 
 # What to run first on a TPU, as docs/on-a-tpu.md says.
 chip: $(VENV)/ready

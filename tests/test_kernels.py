@@ -163,7 +163,6 @@ class TestEveryImplementation:
     for seed, (layout, start) in enumerate(itertools.islice(edge_cases(case), few)):
       check(implementation, case, dtype, layout, start, seed)
 
-  @pytest.mark.hypothesis
   @pytest.mark.parametrize("case, dtype", CASES)
   def test_sampled(self, implementation, case, dtype):
     few = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 4}

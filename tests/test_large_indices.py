@@ -206,7 +206,6 @@ def check_runs(layout):
   assert occupied(to_rows) == sorted((to, of, size) for of, to, size in expected)
 
 
-@pytest.mark.hypothesis
 def test_runs_of_row_numbers_near_the_largest():
   run_sampled(check_runs, max_examples=100, layout=far_layouts())
 

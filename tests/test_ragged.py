@@ -99,7 +99,6 @@ def check_validity(groups, total_rows):
     np.testing.assert_array_equal(ragged.is_in_group(), expected)
 
 
-@pytest.mark.hypothesis
 def test_validity():
   total_rows = st.sampled_from([1, 9, 20, 130, 300, 70_000, MOST - 32])
   run_sampled(check_validity, max_examples=250, groups=any_groups(), total_rows=total_rows)
@@ -164,7 +163,6 @@ def check_runs(layout, start):
   np.testing.assert_array_equal(apply(from_stash, stash, 0 * rows), expanded)
 
 
-@pytest.mark.hypothesis
 def test_runs():
   start = start_rows(STASH_ROWS) | st.sampled_from([-(2**31), MOST])
   run_sampled(check_runs, max_examples=200, layout=layouts(ROWS), start=start)

@@ -131,7 +131,6 @@ def check_values(dtype, width, layout, start):
   assert_same_bits(actual, ragged_rows.expand(operand, row, TOTAL_ROWS, *layout))
 
 
-@pytest.mark.hypothesis
 @pytest.mark.parametrize(
   "dtype, width", [("float32", 128), ("float16", 100), ("bfloat16", 1), ("int8", 257)]
 )

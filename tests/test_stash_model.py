@@ -184,7 +184,6 @@ def run(machine, sequences, steps):
   assert machine.compared > sequences
 
 
-@pytest.mark.hypothesis
 @pytest.mark.parametrize("machine, sequences", [(XlaMachine, 25), (MosaicMachine, 8)])
 def test_stash_is_its_model(machine, sequences):
   run(machine, sequences, 20)
