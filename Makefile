@@ -13,7 +13,7 @@ BENCH_RUN = $(BENCH_VENV)/bin/python
 WORKERS ?= 2
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
-.PHONY: demo fit bench bench-check test suite test-long lint clean
+.PHONY: chip demo fit bench bench-check test suite test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -28,6 +28,10 @@ suite: $(VENV)/ready
 
 test-long: $(VENV)/ready
 	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)
+
+# What to run first on a TPU, as docs/on-a-tpu.md says.
+chip: $(VENV)/ready
+	$(RUN) -m bench.chip $(FLAGS)
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .

@@ -58,6 +58,8 @@ class Instruction:
     name: without its number; a Pallas kernel's is the kernel's.
     opcode: as HLO spells it.
     result: text of the result's shape; of a tuple, of all of them.
+    operands: of a custom call, the text of each operand's shape.
+    aliased: of a custom call, the number of the operand whose memory the whole result has; or None.
     target: of a custom call; "" for all else.
     is_conditional: whether it only runs in a branch of a conditional.
     runs: how often it runs in one run of the program, in whichever branch; None if the number of
@@ -69,6 +71,8 @@ class Instruction:
   name: str
   opcode: str
   result: str
+  operands: tuple[str, ...]
+  aliased: int | None
   target: str
   is_conditional: bool
   runs: int | None
@@ -140,6 +144,15 @@ class Program:
       and not (i.is_ours and i.name == "stash_compact")
     ]
 
+  def outside_hbm(self):
+    """The operands and results of stash kernels that are in another memory than HBM."""
+    return [
+      f"{i.name}: {shape}"
+      for i in self.instructions
+      for shape in (*i.operands, i.result)
+      if i.is_ours and re.search(r"S\(\d+\)", shape)
+    ]
+
 
 def compile(fun, *args, **jit_options):
   """Compiles `fun` for the devices that its arguments, as `place` returns them, are on."""
@@ -188,6 +201,11 @@ def _parse(text):
       name=re.match(r"[^.]+", name)[0],
       opcode=_opcode(line),
       result=_result(line),
+      operands=tuple(
+        _result(computations[computation][operand])
+        for operand in (_operands(line) if _opcode(line) == "custom-call" else ())
+      ),
+      aliased=_aliased(line),
       target=(re.findall(r'custom_call_target="(\w+)"', line) or [""])[0],
       is_conditional=computation not in always,
       runs=runs[computation],
@@ -209,6 +227,11 @@ def _result(line):
 def _operands(line):
   """Names of the operands of an instruction."""
   return re.findall(r"%([\w.\-]+)", re.search(r" [a-z][\w\-]*\((.*?)\)(, |$)", line)[1])
+
+
+def _aliased(line):
+  found = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}", line)
+  return int(found[1]) if found else None
 
 
 def _dimensions(shape):

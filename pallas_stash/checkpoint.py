@@ -13,6 +13,7 @@ from pallas_stash import kernels
 from pallas_stash.batching import batch_alike
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
+from pallas_stash.misplaced_rows import watch_results
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import Explanation, Residuals, trace_forward
 from pallas_stash.stash import match_residuals, read_rows, Stash
@@ -117,7 +118,9 @@ class StashedFunction:
     check_arguments(args, kwargs)
     stash, ragged, args, kwargs = vary_alike(stash, ragged, args, kwargs)
     self._trace(args, kwargs)  # Here, so that what is wrong with them is said here.
-    return with_rules(self._primal, self._forward, self._backward)(stash, ragged, args, kwargs)
+    stashed = with_rules(self._primal, self._forward, self._backward)
+    out, stash = stashed(stash, ragged, args, kwargs)
+    return watch_results(out, ragged, name_slot), stash
 
   def residuals(
     self, ragged: RaggedRows, /, *args: Any, **kwargs: Any

@@ -1,6 +1,7 @@
 """The debug mode: NaN in rows that hold nothing, a checksum of rows that hold something.
 
-Whether it is on is asked while a program is traced. Off, nothing of it is in the program.
+Whether it is on is asked while a program is traced. Off, nothing of it is in the program. What it
+says about rows that are not where `RaggedRows` says is in `misplaced_rows`.
 """
 
 import contextlib
@@ -10,8 +11,10 @@ import os
 import jax
 from jax import lax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_stash import dtypes
+from pallas_stash.arguments import describe
 from pallas_stash.ragged import RaggedRows
 
 ENVIRONMENT_VARIABLE = "PALLAS_STASH_DEBUG"
@@ -29,6 +32,10 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
   - `push` keeps a checksum of the rows of each residual in the slot; `restore` and the backward
     pass compare it with that of the rows that come back. Rows that differ, or that come back to
     other places than they were pushed from, are printed and become NaN, all of their residual.
+  - a line is printed, once for each program, where rows outside of the groups are pushed that are
+    not constant, or such rows of a function's result have a cotangent. Padding may be like that, so
+    no value changes; but if the layout needs `group_starts` that `RaggedRows` was not given, then
+    gradients are wrong, and nothing else says so.
 
   Results are the same otherwise: what comes back is what was pushed. A jitted function is traced
   anew on its first call inside, so a call is checked if and only if it is made inside; of a
@@ -43,7 +50,12 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
 
   Args:
     enabled: False for a part of the program that is not to be checked.
+
+  Raises:
+    ValueError: for anything else, such as the function to check.
   """
+  if not isinstance(enabled, bool | np.bool_):
+    raise ValueError(f"enabled={describe(enabled)} must be True or False: `with debug():`.")
   return _mode(bool(enabled))
 
 
@@ -115,14 +127,38 @@ def verify(
 
   def check(value, is_intact):
     message = (
-      f"pallas_stash: {{rows}} rows of the residual {value.dtype}{list(value.shape[1:])} came back"
-      " from the stash other than they were pushed; they are NaN."
+      f"{{rows}} rows of the residual {describe_row(value)} came back from the stash other than"
+      " they were pushed; they are NaN."
     )
-    report = lambda rows: jax.debug.print(message, rows=rows)
-    lax.cond(is_read & ~is_intact, report, lambda rows: None, ragged.num_rows())
+    say_if(is_read & ~is_intact, message, rows=ragged.num_rows())
     return dtypes.select(is_intact, value, jnp.full((), jnp.nan, value.dtype))
 
   return tuple(map(check, values, is_intact))
+
+
+def describe_row(rows: jax.Array) -> str:
+  """Returns dtype and shape of one of `rows`."""
+  return f"{rows.dtype}{list(rows.shape[1:])}"
+
+
+def say_if(is_so: jax.Array, message: str, once: bool = False, **values: jax.Array) -> None:
+  """Prints a line, formatted with `values`, when the program runs and `is_so`, bool[], holds.
+
+  Args:
+    is_so: whether to. `vmap` may run what is conditional on it in any case, so it is asked again.
+    message: the line.
+    once: whether to say it once for each time that the program is traced.
+    **values: scalars.
+  """
+  said = []
+
+  def say(is_so, **values):
+    if is_so and not said:
+      print("pallas_stash: " + message.format(**values), flush=True)
+      said.extend([True] * once)
+
+  report = lambda is_so, values: jax.debug.callback(say, is_so, **values)
+  lax.cond(is_so, report, lambda is_so, values: None, is_so, values)
 
 
 def report_count(
@@ -136,17 +172,19 @@ def report_count(
     expected: float32[], the count that shows that it is its stash.
     is_sealed: bool[], whether anything was handed over at all.
   """
-  where = "pallas_stash: the backward pass of push {number} (the first is 0) was handed a stash"
-  of_another = (
+  is_wrong = (found != expected) & ~jnp.isnan(found)
+  where = "the backward pass of push {number} (the first is 0) was handed a stash"
+  say_if(
+    is_wrong & is_sealed,
     f"{where} of {{found}} pushes, and must be handed one of {{expected}}: it was not sealed last,"
     " sealed twice, scaled or clipped, or a layer was recomputed by what knows no stash. From there"
-    " on all is NaN."
+    " on all is NaN.",
+    number=number,
+    found=found,
+    expected=expected,
   )
-  of_none = f"{where} that was not sealed. From there on all is NaN."
-  values = {"number": number, "found": found, "expected": expected}
-  report = lambda: lax.cond(
-    is_sealed,
-    lambda: jax.debug.print(of_another, **values),
-    lambda: jax.debug.print(of_none, number=number),
+  say_if(
+    is_wrong & ~is_sealed,
+    f"{where} that was not sealed. From there on all is NaN.",
+    number=number,
   )
-  lax.cond((found != expected) & ~jnp.isnan(found), report, lambda: None)

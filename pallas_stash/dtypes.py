@@ -1,4 +1,4 @@
-"""Which dtypes the kernels move as they are, and as what they move others: bits in, bits out."""
+"""Which dtypes are moved as they are, and as what others are moved: bits in, bits out."""
 
 import jax
 from jax import lax
@@ -11,6 +11,12 @@ _OF_MOSAIC = {
   *("bfloat16", "int16", "uint16"),
   *("float32", "int32", "uint32"),
 }
+
+# Of float6 XLA knows the names alone, and it has no arithmetic of one bit.
+_NOT_MOVED = {"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"}
+
+# XLA for a TPU takes the first apart, all of a stash for each push, and may abort on the others.
+_NOT_MOVED_ON_TPU = {"float64", "int2", "uint2"}
 
 # Floating-point dtypes of Mosaic in which a stash keeps others of the same size.
 _STORAGE = {1: jnp.dtype(jnp.float8_e4m3fn), 2: jnp.dtype(jnp.bfloat16)}
@@ -33,8 +39,17 @@ def is_moved_by_mosaic(dtype) -> bool:
 
 
 def is_moved(dtype) -> bool:
-  """Returns whether anything moves a dtype: of float6, XLA knows the name alone."""
-  return not jnp.issubdtype(dtype, jnp.floating) or jnp.finfo(dtype).bits != 6
+  """Returns whether anything moves a dtype."""
+  return jnp.dtype(dtype).name not in _NOT_MOVED
+
+
+def check_is_moved_on_tpu(dtype) -> None:
+  """Raises a ValueError for a dtype that neither Mosaic nor XLA moves in place on a TPU."""
+  if jnp.dtype(dtype).name in _NOT_MOVED_ON_TPU:
+    raise ValueError(
+      f"Ragged rows of {jnp.dtype(dtype)} cannot be moved on a TPU, whose compiler moves none of"
+      f" {sorted(_NOT_MOVED_ON_TPU)} in place: use a dtype of 4 to 32 bits."
+    )
 
 
 def storage(dtype) -> jnp.dtype:

@@ -8,13 +8,18 @@ import jax
 from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 
-from pallas_stash import kernels
+from pallas_stash import debugging, kernels
+from pallas_stash.arguments import as_array, as_groups, as_integer, describe
 from pallas_stash.batching import batch_alike
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
+from pallas_stash.misplaced_rows import watch_results
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import read_rows, Stash
 from pallas_stash.varying import vary_alike
+
+# Megablox adds up numbers of several dtypes. What a strict mode refuses does not change with it.
+_PROMOTION = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 def gmm(
@@ -66,9 +71,15 @@ def gmm(
       take.
   """
   if not isinstance(stash, Stash):
-    raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
+    raise ValueError(f"The first argument, {describe(stash)}, must be a Stash.")
+  lhs, rhs = as_array("lhs", lhs), as_array("rhs", rhs)
+  group_sizes = as_groups("group_sizes", group_sizes)
+  if group_offset is not None:
+    group_offset = as_integer("group_offset", group_offset)
   if lhs.ndim != 2 or rhs.ndim != 3:
     raise ValueError(f"{lhs.shape=} must have rank 2 and {rhs.shape=} rank 3.")
+  if grouped_matmul is not None and not callable(grouped_matmul):
+    raise ValueError(f"grouped_matmul={describe(grouped_matmul)} must be a function, or None.")
   kernels.check_implementation(implementation)
   # Megablox selects the rows of each group, whatever the others hold; of others it is not known.
   padding = "undefined" if grouped_matmul is None else "zero"
@@ -84,24 +95,29 @@ def gmm(
     )
   operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
   stashed = with_rules(_stashed_gmm, _forward, _backward, nondiff_argnums=(0, 1, 2))
-  return stashed(multiply, padding, implementation, *operands)
+  out, stash = stashed(multiply, padding, implementation, *operands)
+  if debugging.is_debugging():
+    ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
+    out = watch_results(out, ragged, name_slot)
+  return out, stash
 
 
 def _megablox(
   preferred_element_type, tiling, transpose_rhs, interpret, lhs, rhs, group_sizes, group_offset
 ):
-  # By position: megablox declares its static arguments by their numbers.
-  return megablox_gmm(
-    lhs,
-    rhs,
-    group_sizes,
-    preferred_element_type,
-    tiling,
-    group_offset,
-    None,
-    transpose_rhs,
-    interpret,
-  )
+  with _PROMOTION():
+    # By position: megablox declares its static arguments by their numbers.
+    return megablox_gmm(
+      lhs,
+      rhs,
+      group_sizes,
+      preferred_element_type,
+      tiling,
+      group_offset,
+      None,
+      transpose_rhs,
+      interpret,
+    )
 
 
 def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
@@ -125,6 +141,9 @@ def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, gr
   out = multiply(lhs, rhs, group_sizes, group_offset)
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
   stash = batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
+  if debugging.is_debugging():
+    # Whatever padding holds is right here, and is not to be spoken of.
+    lhs = jnp.where(ragged.is_in_group()[:, None], lhs, jnp.zeros_like(lhs))
   stash, slot = stash.push([lhs], ragged, implementation=implementation)
   return (out, stash), (name_slot(slot), ragged, rhs, group_sizes, group_offset)
 
@@ -138,7 +157,8 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
   _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
   d_stash, d_out = receive(d_stash, slot, d_out)
-  d_lhs, d_rhs = vjp(d_out)
+  with _PROMOTION():
+    d_lhs, d_rhs = vjp(d_out)
   row = jnp.arange(ragged.total_rows)
   start, size = ragged.group_starts[0], ragged.group_sizes[0]
   is_in_group = (row >= start) & (row < start + size)

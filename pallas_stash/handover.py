@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from pallas_stash import debugging
+from pallas_stash.arguments import describe
 
 # The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"
@@ -52,7 +53,6 @@ def _refuse_tangents(primals, tangents):
   )
 
 
-@jax.custom_vjp
 def seal(y: Any, stash: Any) -> Any:
   """Hands the filled stash over to the backward pass; returns `y` unchanged.
 
@@ -66,7 +66,17 @@ def seal(y: Any, stash: Any) -> Any:
   Args:
     y: any pytree.
     stash: as the last layer returned it.
+
+  Raises:
+    ValueError: for a `stash` that is none.
   """
+  if not hasattr(stash, "as_cotangent"):
+    raise ValueError(f"stash={describe(stash)} must be a Stash: seal(y, stash).")
+  return _seal(y, stash)
+
+
+@jax.custom_vjp
+def _seal(y, stash):
   del stash
   return y
 
@@ -81,7 +91,7 @@ def _seal_backward(stash, d_y):
   return d_y, stash.as_cotangent(_handed_over(stash.counters.pushes) + stash.canary)
 
 
-seal.defvjp(_seal_forward, _seal_backward)
+_seal.defvjp(_seal_forward, _seal_backward)
 
 
 def next_number(number: jax.Array) -> jax.Array:

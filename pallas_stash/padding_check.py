@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_stash.arguments import as_array, describe
 from pallas_stash.checkpoint import check_ragged, checkpoint
+from pallas_stash.misplaced_rows import data_outside, has_rows
 from pallas_stash.poisoning import ALL, NONE, run_poisoned
 from pallas_stash.ragged import RaggedRows
 
@@ -24,6 +26,9 @@ class PaddingReport:
     source: the line of the program that makes it, where that is known.
     result: the first result that changed.
     cause: what was done to the padding.
+    outside: the results whose rows outside of the groups differ from row to row. Right if nothing
+      reads them; else the layout needs `group_starts` that `RaggedRows` was not given, and
+      gradients are wrong. It says nothing of `depends`, and has no part in comparisons.
   """
 
   depends: bool
@@ -31,8 +36,12 @@ class PaddingReport:
   source: str | None = None
   result: str | None = None
   cause: str | None = None
+  outside: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
   def __str__(self):
+    return " ".join([self._about_padding(), *map(_about_outside, self.outside)])
+
+  def _about_padding(self):
     if not self.depends:
       return "No result depends on what padding holds."
     where = self.intermediate or "several intermediates together"
@@ -60,7 +69,7 @@ def check_padding(
 
   Compared bit for bit are the results of `fun` and the gradients of all floating-point arguments:
   those that have `ragged.total_rows` rows in the rows in groups, others as a whole. The cotangents
-  are random, and zero in padding.
+  are random, and zero in padding. Results that hold data there are named: see `PaddingReport`.
 
   What it says is about these arguments: it sees no branch of the program that they do not take.
   Whatever has `total_rows` rows, a floating-point dtype and two or more axes is taken for ragged
@@ -78,19 +87,32 @@ def check_padding(
     ValueError: for traced arguments, and where nothing can be told: groups that are not valid, no
       padding, nothing to differentiate, or nothing to stash.
   """
+  for name, function in (("fun", fun), ("policy", fun if policy is None else policy)):
+    if not callable(function):
+      raise ValueError(f"{name}={describe(function)} must be a function.")
   check_ragged(ragged)
   leaves = jax.tree.leaves((ragged, args))
   if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
     raise ValueError("check_padding runs the function: call it with arrays, outside of `jax.jit`.")
+  args = jax.tree_util.tree_map_with_path(
+    lambda path, leaf: as_array(f"argument{jax.tree_util.keystr(path)}", leaf), args
+  )
   if not ragged.is_valid():
     raise ValueError(f"{ragged} must have groups inside the buffer that do not overlap.")
   is_padding = ~np.asarray(ragged.is_in_group())
   if not is_padding.any():
     raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
-  args = jax.tree.map(jnp.asarray, args)
   residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args, {})
   check = _Check(fun, residuals, args, is_padding)
-  return check.of_intermediates() or check.of_residuals() or PaddingReport(False)
+  report = check.of_intermediates() or check.of_residuals() or PaddingReport(False)
+  return dataclasses.replace(report, outside=check.results_outside())
+
+
+def _about_outside(result):
+  return (
+    f"{result} holds data outside of the groups: nothing may read it, unless RaggedRows lacks the"
+    " `group_starts` that make it rows in groups."
+  )
 
 
 class _Check:
@@ -111,7 +133,8 @@ class _Check:
     def results(*leaves):
       args = jax.tree.unflatten(treedef, leaves)
       out, vjp = jax.vjp(fun, *args)
-      return [leaf for leaf in jax.tree.leaves(out) if _is_number(leaf)] + self._gradients(vjp)
+      out = map(jnp.asarray, jax.tree.leaves(out))  # They may be Python numbers.
+      return [leaf for leaf in out if _is_number(leaf)] + self._gradients(vjp)
 
     jaxpr = jax.make_jaxpr(results)(*leaves)
     arguments = [
@@ -180,6 +203,14 @@ class _Check:
       if one := changed(lambda index, number=number: index == number):
         return PaddingReport(True, residual.name or str(residual), residual.source, one, cause)
     return PaddingReport(True, None, None, result, cause)
+
+  def results_outside(self):
+    """Returns the labels of the results that hold data outside of the groups."""
+    is_data = lambda x: (
+      has_rows(x, self.residuals.total_rows) and data_outside(jnp.asarray(x), ~self.is_padding)
+    )
+    pairs = zip(self.labels, self.plain, strict=True)
+    return tuple(label for label, x in pairs if label.startswith("result") and is_data(x))
 
   def _make_cotangents(self, out):
     rng = np.random.default_rng(0)

@@ -8,6 +8,7 @@ from jax.extend.core import primitives
 from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
+from pallas_stash.kernels.dispatch import leaves_undefined
 from pallas_stash.residuals import CALLS, is_row_shaped
 
 # `only` of `run_poisoned`, where it is no number of an intermediate.
@@ -160,7 +161,7 @@ def _describe(equation, result):
 
 
 def _may_be_undefined(equation):
-  if equation.primitive.name in _UNDEFINED:
+  if equation.primitive.name in _UNDEFINED or leaves_undefined(equation):
     return True
   inner = jex.jaxprs_in_params(equation.params)
   return any(_may_be_undefined(e) for jaxpr in inner for e in jaxpr.eqns)

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_stash.arguments import as_groups, describe, static_int
+
 
 class CopyRuns(NamedTuple):
   """Contiguous runs of rows to copy: what the kernels are given.
@@ -41,21 +43,19 @@ class RaggedRows:
       `group_sizes`.
 
   Raises:
-    ValueError: for a dtype that is not an integer, a rank other than 1, starts and sizes of
-      different lengths, or a `total_rows` that is not positive.
+    ValueError: for what is no array of integers, a rank other than 1, starts and sizes of different
+      lengths, or a `total_rows` that is not positive.
   """
 
   def __init__(self, group_sizes, total_rows: int, group_starts=None):
-    if isinstance(total_rows, bool) or not hasattr(total_rows, "__index__"):
-      raise ValueError(f"{total_rows=} must be a static int: the rows of the worst-case buffer.")
-    total_rows = total_rows.__index__()
+    total_rows = static_int("total_rows", total_rows, ": the rows of the worst-case buffer")
     if not 0 < total_rows < 2**31:
       raise ValueError(f"{total_rows=} must be positive, and below 2**31.")
     self.total_rows = total_rows
-    self.group_sizes = _check_groups("group_sizes", group_sizes)
+    self.group_sizes = as_groups("group_sizes", group_sizes)
     self.group_starts = None
     if group_starts is not None:
-      self.group_starts = _check_groups("group_starts", group_starts)
+      self.group_starts = as_groups("group_starts", group_starts)
       if self.group_starts.shape != self.group_sizes.shape:
         raise ValueError(
           f"group_starts of shape {self.group_starts.shape} must have one entry for each entry"
@@ -63,10 +63,8 @@ class RaggedRows:
         )
 
   def __repr__(self):
-    return (
-      f"RaggedRows(group_sizes={self.group_sizes}, total_rows={self.total_rows},"
-      f" group_starts={self.group_starts})"
-    )
+    sizes, starts = (describe(x, with_values=True) for x in (self.group_sizes, self.group_starts))
+    return f"RaggedRows(group_sizes={sizes}, total_rows={self.total_rows}, group_starts={starts})"
 
   def tree_flatten_with_keys(self):
     key = jax.tree_util.GetAttrKey
@@ -109,8 +107,11 @@ class RaggedRows:
     """Returns bool[total_rows]: whether each row is in a group. None is where it is not valid."""
     starts, sizes = self._segments()
     # Groups are disjoint: as many have started as have ended at a row of padding.
-    started = jnp.zeros((self.total_rows + 1,), jnp.int32).at[starts].add(1)
-    return jnp.cumsum(started.at[starts + sizes].add(-1))[:-1] > 0
+    started = jnp.zeros((self.total_rows + 1,), jnp.int32)
+    # Every row is inside: nothing is left to a scatter that drops the others.
+    for rows, by in (starts, 1), (starts + sizes, -1):
+      started = started.at[rows].add(by, mode="promise_in_bounds")
+    return jnp.cumsum(started)[:-1] > 0
 
   def compact_runs(self, start, stash_rows: int) -> CopyRuns:
     """Returns the runs that copy the groups, tight and in order, to stash row `start` onwards.
@@ -170,13 +171,3 @@ def as_int32(integers: jax.Array) -> jax.Array:
   limits, to = jnp.iinfo(integers.dtype), jnp.iinfo(jnp.int32)
   low, high = max(limits.min, to.min), min(limits.max, to.max)
   return jnp.clip(integers, low, high).astype(jnp.int32)
-
-
-def _check_groups(name, groups):
-  if not hasattr(groups, "dtype"):
-    groups = jnp.asarray(groups, jnp.int32 if len(groups) == 0 else None)
-  if not jnp.issubdtype(groups.dtype, jnp.integer):
-    raise ValueError(f"{name} of dtype {groups.dtype} must have an integer dtype.")
-  if len(groups.shape) != 1:
-    raise ValueError(f"{name} of shape {groups.shape} must have rank 1: [groups].")
-  return groups

@@ -12,7 +12,7 @@ import math
 import numbers
 from typing import Any
 
-import numpy as np
+from pallas_stash.arguments import describe, row_specs
 
 __all__ = ["worst_case_rows", "expected_rows", "capacity_rows", "residual_bytes"]
 
@@ -103,10 +103,9 @@ def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:
     `rows * sum(prod(shape) * itemsize)` over the residuals. A `Stash`, like any array on a TPU,
     takes rows that are no multiple of 128 elements wide as if they were the next multiple.
   """
-  if not isinstance(rows, numbers.Integral) or rows < 0:
-    raise ValueError(f"{rows=} must be an integer, zero or more")
-  # Python integers do not overflow; NumPy's do.
-  row_bytes = sum(math.prod(map(int, r.shape)) * np.dtype(r.dtype).itemsize for r in residuals)
+  if not _is_integer(rows) or rows < 0:
+    raise ValueError(f"rows={describe(rows)} must be an integer, zero or more")
+  row_bytes = sum(math.prod(r.shape) * r.dtype.itemsize for r in row_specs(residuals))
   return int(rows) * row_bytes
 
 
@@ -123,10 +122,14 @@ def _routing(batch, seq, top_k, ep, num_experts):
 
 def _positive_ints(**values) -> list[int]:
   for name, value in values.items():
-    if not isinstance(value, numbers.Integral) or value <= 0:
-      raise ValueError(f"{name}={value!r} must be a positive integer")
+    if not _is_integer(value) or value <= 0:
+      raise ValueError(f"{name}={describe(value)} must be a positive integer")
   # Python integers do not overflow; NumPy's do.
   return [int(value) for value in values.values()]
+
+
+def _is_integer(value):
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def _positive_fraction(margin) -> fractions.Fraction:
@@ -136,5 +139,5 @@ def _positive_fraction(margin) -> fractions.Fraction:
   except ValueError:
     fraction = fractions.Fraction(0)  # "nan", "inf" and whatever is not a number
   if fraction <= 0:
-    raise ValueError(f"{margin=} must be a finite number above zero")
+    raise ValueError(f"margin={describe(margin)} must be a finite number above zero")
   return fraction

@@ -12,9 +12,10 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes, kernels
+from pallas_stash.arguments import as_array, as_integer, describe, static_int
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import as_int32, RaggedRows
-from pallas_stash.varying import vary_alike
+from pallas_stash.varying import refuse_sharded, vary_alike
 
 
 def dynamic_update_slice(
@@ -58,13 +59,13 @@ def dynamic_update_slice(
 
   Raises:
     ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, a dtype
-      that nothing moves (float6) or that `implementation` does not, or anything that `RaggedRows`
-      refuses.
+      that nothing moves (float6, int1) or that `implementation` does not, or anything that
+      `RaggedRows` refuses; where the program is lowered for a TPU, float64 and two-bit integers.
   """
   if group_sizes is None:
     _refuse_starts(group_starts)
     return lax.dynamic_update_slice(operand, update, start_indices)
-  operand, update = jnp.asarray(operand), jnp.asarray(update)
+  operand, update = as_array("operand", operand), as_array("update", update)
   start = _first_row("operand", operand, start_indices)
   _check_rank("update", update)
   if update.shape[1] != operand.shape[1]:
@@ -73,6 +74,7 @@ def dynamic_update_slice(
     raise ValueError(f"{update.dtype=} must equal {operand.dtype=}.")
   _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, update.shape[0], group_starts)
+  refuse_sharded(operand=operand, update=update, start_indices=start, ragged=ragged)
   return _update(implementation, *vary_alike(operand, update, start, ragged))
 
 
@@ -119,22 +121,27 @@ def dynamic_slice(
 
   Raises:
     ValueError: for an unknown `padding`; with `group_sizes`, for other ranks than 2, a width other
-      than the operand's, a dtype that nothing moves (float6) or that `implementation` does not, or
-      anything that `RaggedRows` refuses.
+      than the operand's, or anything else that `dynamic_update_slice` refuses.
   """
   kernels.check_padding(padding)
   if group_sizes is None:
     _refuse_starts(group_starts)
     return lax.dynamic_slice(operand, start_indices, slice_sizes)
-  operand = jnp.asarray(operand)
+  operand = as_array("operand", operand)
   start = _first_row("operand", operand, start_indices)
-  slice_sizes = tuple(slice_sizes)
+  try:
+    slice_sizes = tuple(slice_sizes)
+  except TypeError as error:
+    described = describe(slice_sizes)
+    raise ValueError(f"slice_sizes={described} must be (total_rows, width).") from error
+  slice_sizes = tuple(static_int(f"slice_sizes[{i}]", size) for i, size in enumerate(slice_sizes))
   if len(slice_sizes) != 2 or slice_sizes[1] != operand.shape[1]:
     raise ValueError(
       f"{slice_sizes=} must be (total_rows, width) with the width of {operand.shape=}."
     )
   _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, slice_sizes[0], group_starts)
+  refuse_sharded(operand=operand, start_indices=start, ragged=ragged)
   return _slice(implementation, padding, *vary_alike(operand, start, ragged))
 
 
@@ -157,11 +164,11 @@ def _check_rank(name, array):
 def _first_row(name, operand, start_indices):
   """Returns the start row as int32[], negative ones counted from the end as in `lax`."""
   _check_rank(name, operand)
-  if len(start_indices) != 2:
-    raise ValueError(f"{start_indices=} must have one entry for each axis of {operand.shape=}.")
-  start = jnp.asarray(start_indices[0])
-  if start.ndim or not jnp.issubdtype(start.dtype, jnp.integer):
-    raise ValueError(f"start index {start} of shape {start.shape} must be an integer scalar.")
+  has_axes = isinstance(start_indices, list | tuple) or getattr(start_indices, "ndim", 0) == 1
+  if not has_axes or len(start_indices) != 2:
+    start_indices = describe(start_indices)
+    raise ValueError(f"{start_indices=!s} must have one entry for each axis of {operand.shape=}.")
+  start, _ = (as_integer("start index", start_indices[axis]) for axis in range(2))
   start = as_int32(start)
   return jnp.where(start < 0, start + operand.shape[0], start)
 

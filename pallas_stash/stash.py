@@ -14,12 +14,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_stash import debugging, dtypes, kernels
-from pallas_stash.handover import first_order_only, next_number
+from pallas_stash import arguments, debugging, dtypes, kernels
+from pallas_stash.handover import first_order_only, name_slot, next_number
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, row_alignment
+from pallas_stash.misplaced_rows import report_pushed
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.varying import vary_alike, vary_over, varying_axes
+from pallas_stash.varying import empty, refuse_sharded, vary_alike, vary_over, varying_axes
 
 _MAX_INT32 = jnp.iinfo(jnp.int32).max
 
@@ -116,8 +117,10 @@ class Stash:
     return cls(residuals, *children)
 
   def __repr__(self):
-    specs = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in self.residuals)
-    return f"Stash({specs}; buffers={self.buffers})"
+    # Of shapes alone: to print values would fetch the buffers, and transformations leave no values.
+    specs = ", ".join(map(arguments.describe, self.residuals))
+    buffers, top = arguments.describe(self.buffers), arguments.describe(self.top)
+    return f"Stash({specs}; buffers={buffers}, top={top})"
 
   @staticmethod
   def empty(
@@ -135,12 +138,12 @@ class Stash:
         `PartitionSpec(mesh_axes)`.
 
     Raises:
-      ValueError: for a negative capacity, no residuals, another dtype, or no shards.
+      ValueError: for a negative capacity, no residuals, another dtype, no shards, or arguments that
+        are no such things.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
-    # As Python integers: products of NumPy's may overflow.
-    specs = tuple(jax.ShapeDtypeStruct(tuple(map(int, r.shape)), r.dtype) for r in residuals)
+    specs = arguments.row_specs(residuals)
     if not specs:
       raise ValueError(
         "residuals is empty: there is nothing to stash. Does the policy save anything that has"
@@ -157,8 +160,7 @@ class Stash:
     rows = _round_up(capacity_rows, alignment) * num_shards
     # Not zeros: no row is read before it is written, and a TPU would write them all every step.
     buffers = tuple(
-      lax.empty((rows, _round_up(math.prod(s.shape), LANES)), dtypes.storage(s.dtype))
-      for s in specs
+      empty((rows, _round_up(math.prod(s.shape), LANES)), dtypes.storage(s.dtype)) for s in specs
     )
     buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
@@ -196,6 +198,10 @@ class Stash:
     """
     self._check_local()
     kernels.check_implementation(implementation)
+    check_ragged(ragged)
+    values = arguments.as_list("values", values, "arrays, one a residual")
+    values = [arguments.as_array(f"values[{i}]", value) for i, value in enumerate(values)]
+    refuse_sharded(stash=self, values=values, ragged=ragged)
     for value in values:
       if value.shape[:1] != (ragged.total_rows,):
         raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
@@ -226,6 +232,9 @@ class Stash:
     """
     kernels.check_padding(padding)
     self._check_local()
+    check_slot(slot)
+    check_ragged(ragged)
+    refuse_sharded(stash=self, slot=slot, ragged=ragged)
     self = first_order_only(self)
     is_readable = self._is_in_use(slot)
     source = self.residuals, self.buffers, slot, ragged
@@ -239,6 +248,7 @@ class Stash:
     differentiated: gradients of the layers before it are NaN, as others may reuse their rows.
     """
     self._check_local()
+    check_slot(slot)
     self, slot = vary_alike(self, slot)
     rows_taken = _round_up(slot.rows, self.alignment)
     is_last = slot.start + rows_taken == self.top
@@ -300,6 +310,7 @@ def _push(stash, values, ragged, axis_name, implementation):
   stash, values, ragged = vary_alike(stash, values, ragged)
   checksum = None
   if debugging.is_debugging():
+    report_pushed(values, ragged, name_slot)
     # XLA may compute twice, and round differently, what is stored and what is summed.
     values = lax.optimization_barrier(values)
     checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
@@ -315,7 +326,7 @@ def _push(stash, values, ragged, axis_name, implementation):
   runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
   buffers = list(stash.buffers)
   for value, index in zip(values, order, strict=True):
-    flat = value.reshape(ragged.total_rows, -1)
+    flat = value if value.ndim == 2 else value.reshape(ragged.total_rows, -1)
     stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
     buffers[index] = kernels.compact(stored, buffers[index], runs, implementation)
 
@@ -326,8 +337,8 @@ def _push(stash, values, ragged, axis_name, implementation):
   wanted = counters.wanted_rows + jnp.minimum(rows_taken, _MAX_INT32 - counters.wanted_rows)
   counters = _Counters(
     peak_rows=jnp.maximum(counters.peak_rows, top),
-    overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored),
-    invalid_pushes=counters.invalid_pushes + ~is_valid,
+    overflowed_pushes=counters.overflowed_pushes + (is_valid & ~is_stored).astype(jnp.int32),
+    invalid_pushes=counters.invalid_pushes + (~is_valid).astype(jnp.int32),
     sufficient_rows=jnp.maximum(counters.sufficient_rows, wanted),
     wanted_rows=wanted,
     pushes=next_number(number),
@@ -344,8 +355,10 @@ def read_rows(residuals, buffers, slot, ragged, is_readable, implementation, pad
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
   fill = None if padding == "zero" else ~is_readable
 
+  blank_of = functools.cache(functools.partial(dtypes.blank_or_nan, is_readable))
+
   def read(spec, buffer):
-    blank = dtypes.bit_cast(dtypes.blank_or_nan(is_readable, spec.dtype), buffer.dtype)
+    blank = dtypes.bit_cast(blank_of(spec.dtype), buffer.dtype)
     width = math.prod(spec.shape)
     rows = kernels.expand(buffer, runs, ragged.total_rows, width, blank, implementation, fill)
     return dtypes.bit_cast(rows, spec.dtype).reshape(ragged.total_rows, *spec.shape)
@@ -380,6 +393,14 @@ def match_residuals(specs, found) -> list[int]:
   return order
 
 
+def check_slot(slot):
+  arguments.check_type("slot", slot, Slot, "a Slot, as `push` returned it")
+
+
+def check_ragged(ragged):
+  arguments.check_type("ragged", ragged, RaggedRows, "RaggedRows")
+
+
 def _all_along(axis_name, predicate):
   if axis_name is None:
     return predicate
@@ -387,11 +408,10 @@ def _all_along(axis_name, predicate):
 
 
 def _check_int(name, value, least):
-  if isinstance(value, bool) or not hasattr(value, "__index__"):
-    raise ValueError(f"{name}={value!r} must be a static int.")
-  if value.__index__() < least:
+  value = arguments.static_int(name, value)
+  if value < least:
     raise ValueError(f"{name}={value} must be at least {least}.")
-  return value.__index__()
+  return value
 
 
 def _round_up(x, multiple):

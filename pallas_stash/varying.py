@@ -1,9 +1,10 @@
-"""The varying mesh axes of `shard_map(check_vma=True)`."""
+"""The mesh in the types of values: axes that vary in `shard_map`, axes that are explicit."""
 
 from typing import Any
 
 import jax
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
@@ -34,3 +35,38 @@ def _varying_axes(leaf):
   is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
   manual_axis_type = (leaf if is_struct else jax.typeof(leaf)).manual_axis_type
   return manual_axis_type.varying if manual_axis_type else frozenset()
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  """Returns `lax.empty` that knows an explicit mesh, as all that is computed under one does."""
+  return lax.empty(shape, dtype, out_sharding=PartitionSpec() if _explicit_mesh() else None)
+
+
+def mesh_alike(*arrays: jax.Array) -> list[jax.Array]:
+  """Returns the arrays; those that know no mesh in the explicit one that others, or all, are in.
+
+  For `lax.dynamic_update_slice`, which does not take one of either. Anything else does.
+  """
+  meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+  mesh = next((mesh for mesh in meshes if not mesh.empty), _explicit_mesh())
+  if mesh is None:
+    return list(arrays)
+  whole, pairs = NamedSharding(mesh, PartitionSpec()), zip(arrays, meshes, strict=True)
+  return [jax.reshard(array, whole) if known.empty else array for array, known in pairs]
+
+
+def _explicit_mesh():
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
+def refuse_sharded(**operands: Any) -> None:
+  """Raises a ValueError if a leaf is sharded over explicit mesh axes: each device has some rows."""
+  for name, tree in operands.items():
+    for leaf in jax.tree.leaves(tree):
+      if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
+        raise ValueError(
+          f"{name}, {jax.typeof(leaf)}, must not be sharded here: a stash is of one device."
+          " Call it inside `jax.shard_map`, or reshard to PartitionSpec() first, or make the mesh"
+          " with jax.sharding.AxisType.Auto."
+        )

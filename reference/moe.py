@@ -57,9 +57,12 @@ def expert_ffn(tokens, row_tokens, choice_rows, weights, group_sizes, experts, *
   def project(rows, name):
     return mask(checkpoint_name(grouped_matmul(rows, experts[name], group_sizes), f"mlp{name}"))
 
-  rows = mask(tokens[row_tokens])
+  rows = mask(tokens.at[row_tokens].get(mode="promise_in_bounds"))
   out = project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
-  chosen = out.at[choice_rows].get(mode="fill", fill_value=0)
+  # Selected, and not filled by the gather: its gradient would leave it to a scatter to drop rows.
+  is_row = choice_rows < out.shape[0]
+  chosen = out.at[jnp.where(is_row, choice_rows, 0)].get(mode="promise_in_bounds")
+  chosen = jnp.where(is_row[:, :, None], chosen, 0)
   return jnp.sum(chosen * weights[:, :, None], axis=1).astype(tokens.dtype)
 
 

@@ -48,13 +48,12 @@ TABLE = [
   Dtype("float16", 16, "bfloat16", "xla", True),
   *(Dtype(f"float8_{name}", 8, "float8_e4m3fn", "xla", True) for name in ("e3m4", "e4m3")),
   *(Dtype(f"float8_{name}", 8, "float8_e4m3fn", "xla", True) for name in ("e4m3fnuz", "e5m2fnuz")),
-  # A TPU has none.
+  # Not on a TPU.
   Dtype("float64", 64, "float64", None, False),
+  *(Dtype(f"{sign}int2", 2, None, None, False) for sign in ("", "u")),
   # No stash has them.
   Dtype("float4_e2m1fn", 4, None, "xla", False),
-  *(
-    Dtype(f"{sign}int{bits}", bits, None, "xla", False) for bits in (2, 4, 64) for sign in ("", "u")
-  ),
+  *(Dtype(f"{sign}int{bits}", bits, None, "xla", False) for bits in (4, 64) for sign in ("", "u")),
   Dtype("bool", 1, None, "xla", False),
   Dtype("complex64", 64, None, "xla", False),
   Dtype("complex128", 128, None, "xla", False),
@@ -62,8 +61,8 @@ TABLE = [
 
 BY_NAME = {dtype.name: dtype for dtype in TABLE}
 
-# Those of which jax has the name, and XLA nothing or no arithmetic at all.
-WITHOUT_ARRAYS = "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"
+# Those that nothing moves.
+NOT_MOVED = "float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"
 
 
 def dtypes_of_jax():

@@ -1,4 +1,4 @@
-"""Every dtype of jax: bit for bit by each implementation that takes it, or an error of its name."""
+"""Every dtype of jax: bit for bit by each implementation, or an error that names it."""
 
 import functools
 
@@ -10,7 +10,7 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import dtypes
 from reference import ragged_rows
-from tests.dtypes import BY_NAME, dtypes_of_jax, TABLE, WITHOUT_ARRAYS
+from tests.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
 from tests.support import assert_same_bits, IMPLEMENTATIONS, random_bits, slice_rows, update_rows
 
 OPERAND_ROWS, TOTAL_ROWS, WIDTH = 40, 32, 5
@@ -29,7 +29,7 @@ def takes(dtype, implementation):
 
 
 def test_the_table_has_every_dtype():
-  assert dtypes_of_jax() == {*BY_NAME, *WITHOUT_ARRAYS}
+  assert dtypes_of_jax() == {*BY_NAME, *NOT_MOVED}
 
 
 # Of those that are moved alike, and are in other tests, all but these are for the long target.
@@ -37,7 +37,7 @@ FIRST = "bfloat16", "float8_e8m0fnu", "float8_e4m3", "float64", "float4_e2m1fn",
 
 
 def cases(implementations, table, interpreted=()):
-  """Returns parameters; what is interpreted is for the long target, but for a few dtypes."""
+  """Returns parameters; those that are moved as others are marked as long."""
 
   def case(implementation, dtype):
     first = FIRST if implementation in ("xla", None) else interpreted
@@ -79,8 +79,8 @@ def test_drop_in(implementation, dtype):
   assert_same_bits(sliced, nothing_but(is_row, update))
 
 
-@pytest.mark.parametrize("name", WITHOUT_ARRAYS[:2])
-def test_drop_in_refuses_what_xla_does_not_move(name):
+@pytest.mark.parametrize("name", NOT_MOVED)
+def test_drop_in_refuses_what_nothing_moves(name):
   sizes = struct((2,), jnp.int32)
   operand = struct((8, 2), getattr(jnp, name))
   for fun in (
@@ -116,7 +116,7 @@ def test_stash(implementation, dtype):
   assert not slot.is_stored() and np.isnan(np.asarray(lost)).all()
 
 
-REFUSED = [dtype.name for dtype in TABLE if not dtype.stored_as] + list(WITHOUT_ARRAYS)
+REFUSED = [dtype.name for dtype in TABLE if not dtype.stored_as] + list(NOT_MOVED)
 
 
 @pytest.mark.parametrize("name", REFUSED)

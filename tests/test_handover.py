@@ -16,7 +16,6 @@ from bench import aot
 import pallas_stash as ps
 from pallas_stash import handover
 from tests.checks import assert_trees_equal, is_any_nan
-from tests.composition_step import jit
 
 ROWS, WIDTH, LAYERS = 8, 4, 3
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -48,7 +47,7 @@ def with_gmm(carry, w):
 
 def gradient_of(layers, capacity=LAYERS * ROWS):
   """The gradient of a chain of layers, of which each takes and returns the carry (x, stash)."""
-  return jit(lambda weights: traced_gradient_of(layers, weights, capacity))(WEIGHTS)
+  return jax.jit(lambda weights: traced_gradient_of(layers, weights, capacity))(WEIGHTS)
 
 
 def traced_gradient_of(layers, weights, capacity=LAYERS * ROWS):
@@ -116,7 +115,7 @@ CHANGES = {
 }
 
 
-@jit
+@jax.jit
 def gradient_with_a_change(which, place):
   """One program for all changes, each at any place."""
 
@@ -152,7 +151,7 @@ def test_a_stash_that_two_uses_send_back_gives_nan():
 
 
 def test_numbers_start_again():
-  @functools.partial(jit, static_argnums=1)
+  @functools.partial(jax.jit, static_argnums=1)
   def gradient(first, other):
     def start(carry, w):
       x, stash = carry

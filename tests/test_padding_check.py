@@ -113,6 +113,19 @@ def test_nan_in_padding_times_zero():
   assert report.intermediate == "argument[0], float32[64, 8]"
 
 
+def test_rows_that_were_read_from_a_stash():
+  """Their padding is zero, whatever is done with it; or undefined, and then NaN."""
+
+  def fun(rows, padding):
+    rows = ps.dynamic_slice(rows, (3, 0), (ROWS, WIDTH), group_sizes=SIZES, padding=padding)
+    return jnp.sum(jnp.sin(rows) * 0)
+
+  stash_rows = normal(4, ROWS + 1, WIDTH)
+  assert_independent(functools.partial(fun, padding="zero"), stash_rows)
+  report = depends(functools.partial(fun, padding="undefined"), stash_rows)
+  assert (report.intermediate, report.cause) == (f"stash_expand -> float32[{ROWS}, {WIDTH}]", "NaN")
+
+
 @pytest.mark.parametrize(
   "get_rows", [lambda t: t[ROW_TOKENS], lambda t: jnp.resize(t, (ROWS, WIDTH))]
 )

@@ -302,6 +302,7 @@ def check_step(stash, saved_matmuls, config):
   assert stash.matmuls(is_conditional=True).total() == 3
   assert stash.kernels(is_conditional=False) == {"stash_compact": 3}
   assert stash.kernels(is_conditional=True) == {"stash_expand": 3}
+  assert stash.outside_hbm() == []
   assert stash.copies(*buffers_of(config)) == []
   assert stash.copies(struct((RING * CAPACITY, config.width), config.dtype)) == []
 

@@ -51,7 +51,8 @@ def run(
     checks_bounds: whether a kernel on a TPU checks that its DMAs lie inside the buffers.
     **shape: of the new buffer of expand, as they take it.
   """
-  operands = vary_alike(*jax.tree.map(jnp.asarray, operands))
+  as_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
+  operands = vary_alike(*jax.tree.map(as_array, operands))
   if implementation is None:
     leaves = jax.tree.leaves(operands)
     return PRIMITIVES[name].bind(*leaves, checks_bounds=checks_bounds, **shape)
@@ -77,6 +78,9 @@ def _run_mosaic(name, *operands, **options):
 # and `fill` of expand is the last, or is not there.
 
 
+_WITH_FILL = 6  # Leaves of expand.
+
+
 def _grouped(name, leaves):
   """Returns the operands of the implementations from the leaves of them all."""
   arrays = 2 if name == COMPACT else 1
@@ -89,8 +93,10 @@ def _lower_to_xla(name, *leaves, checks_bounds, **shape):
 
 
 def _lower_for_tpu(name, *leaves, **params):
+  dtype = leaves[0].dtype
+  dtypes.check_is_moved_on_tpu(dtype)
   # Of other dtypes the kernel would have to copy the whole stash into one that Mosaic takes.
-  if not dtypes.is_of_mosaic(leaves[0].dtype):
+  if not dtypes.is_of_mosaic(dtype):
     return _lower_to_xla(name, *leaves, **params)
   return _run_mosaic(name, *_grouped(name, leaves), **params)
 
@@ -141,3 +147,8 @@ def _make_primitive(name):
 
 
 PRIMITIVES = {name: _make_primitive(name) for name in (COMPACT, EXPAND)}
+
+
+def leaves_undefined(equation: Any) -> bool:
+  """Returns whether an equation of a traced program is an expand that may leave rows undefined."""
+  return equation.primitive is PRIMITIVES[EXPAND] and len(equation.invars) == _WITH_FILL

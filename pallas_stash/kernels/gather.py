@@ -181,7 +181,10 @@ def gather(source, destination, runs, window, tiling=None, interpret=False, chec
       interpret=interpret,
       name="stash_expand" if is_new else "stash_compact",
     )(*map(in_hbm, scalars), in_hbm(source), [in_hbm(x) for x in updated])
-  return destination
+  if interpret:
+    return destination
+  # The compiler of libtpu 0.0.42 copies, or refuses, a result in HBM that a program just returns.
+  return lax.optimization_barrier(destination)
 
 
 def searchable(runs):
@@ -291,7 +294,7 @@ def _kernel(
     landing_row = align_up(first - in_hbm_tile)
     shift = landing_row + in_hbm_tile - first
     is_continued = (source_row == position.landed) & (in_hbm_tile != 0)
-    there = jnp.where(is_continued, alignment, 0)
+    there = jnp.where(is_continued, jnp.int32(alignment), 0)
     load_rows = align_up(in_hbm_tile + last - first) - there
 
     piece = Piece(

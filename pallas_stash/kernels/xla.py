@@ -13,7 +13,7 @@ import numpy as np
 from pallas_stash import dtypes
 from pallas_stash.kernels.int32 import div, repeat
 from pallas_stash.ragged import CopyRuns
-from pallas_stash.varying import vary_over, varying_axes
+from pallas_stash.varying import empty, mesh_alike, vary_over, varying_axes
 
 LARGE_CHUNK_BYTES = 2**21
 SMALL_CHUNK_ROWS = 32
@@ -63,8 +63,8 @@ def expand(
   dtype = dtypes.moved_by_xla(stash.dtype)
   blanks = lambda: lax.broadcast(dtypes.as_integers(blank), (total_rows, width))
   full = lambda: dtypes.bit_cast(blanks(), dtype)
-  empty = lambda: vary_over(lax.empty((total_rows, width), dtype), varying_axes(blank))
-  out = full() if fill is None else lax.cond(fill, full, empty)
+  nothing = lambda: vary_over(empty((total_rows, width), dtype), varying_axes(blank))
+  out = full() if fill is None else lax.cond(fill, full, nothing)
   return dtypes.bit_cast(_copy_runs(stash, out, runs), stash.dtype)
 
 
@@ -73,6 +73,7 @@ def _copy_runs(source, destination, runs):
 
   The dtypes of source and destination have the same size, and the bits are copied.
   """
+  source, destination = mesh_alike(source, destination)
   columns = min(source.shape[1], destination.shape[1])
   most_rows = min(source.shape[0], destination.shape[0])
   row_bytes = columns * source.dtype.itemsize
