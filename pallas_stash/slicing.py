@@ -59,7 +59,7 @@ def dynamic_update_slice(
   Raises:
     ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, a dtype
       that nothing moves (float6, int1) or that `implementation` does not, or anything that
-      `RaggedRows` refuses; for a TPU, where that program is lowered, float64 and integers of two bits.
+      `RaggedRows` refuses. When it is lowered for a TPU: for float64, and integers of two bits.
   """
   if group_sizes is None:
     _refuse_starts(group_starts)
