@@ -223,12 +223,13 @@ def main(argv):
   for name, step in steps(FLAGS.rehearse).items():
     if FLAGS.step and name not in FLAGS.step:
       continue
+    print(f"{name:10} ", end="", flush=True)  # First: where a chip hangs, this is the last line.
     started = time.perf_counter()
     try:
       result = f"ok: {step()}"
     except Exception:
       failed, result = True, f"FAILED\n{traceback.format_exc()}"
-    print(f"{name:10} {time.perf_counter() - started:6.1f} s  {result}", flush=True)
+    print(f"{time.perf_counter() - started:6.1f} s  {result}", flush=True)
   raise SystemExit(int(failed))
 
 

@@ -84,7 +84,7 @@ def checksums(values: tuple[jax.Array, ...], ragged: RaggedRows) -> jax.Array:
 
   It is a sum over elements of their bits, times an odd factor that depends on row and column. So
   one element that differs always shows, whichever bits of it do. All NaNs count as the same one:
-  XLA on a CPU may rewrite which it is in bfloat16 and float8_e5m2.
+  XLA on a CPU may rewrite which it is where other operations, such as `vmap`, move small floats.
 
   Args:
     values: arrays [total_rows, *row_shape] of a floating-point dtype.

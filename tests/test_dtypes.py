@@ -11,7 +11,14 @@ import pallas_stash as ps
 from pallas_stash import dtypes
 from reference import ragged_rows
 from tests.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
-from tests.support import assert_same_bits, IMPLEMENTATIONS, random_bits, slice_rows, update_rows
+from tests.support import (
+  assert_same_bits,
+  IMPLEMENTATIONS,
+  ON_TPU,
+  random_bits,
+  slice_rows,
+  update_rows,
+)
 
 OPERAND_ROWS, TOTAL_ROWS, WIDTH = 40, 32, 5
 # The second is smaller than a chunk, and starts and ends inside a word of the kernel.
@@ -114,6 +121,55 @@ def test_stash(implementation, dtype):
     stash.top += 32  # Nothing fits any more.
     slot, lost = push_and_restore(implementation, stash, value, ragged)
   assert not slot.is_stored() and np.isnan(np.asarray(lost)).all()
+
+
+@pytest.mark.parametrize(
+  "implementation, name",
+  [
+    ("xla", "int8"),
+    (IMPLEMENTATIONS[1], "bfloat16"),
+    *(
+      pytest.param(IMPLEMENTATIONS[1], name, marks=pytest.mark.long) for name in ("float32", "int8")
+    ),
+  ],
+)
+def test_drop_in_in_64_bit_mode(implementation, name):
+  rng, (start, *layout) = np.random.default_rng(2), GROUPS
+  operand, update = (random_bits(rng, (n, WIDTH), name) for n in (OPERAND_ROWS, TOTAL_ROWS))
+  with jax.enable_x64(True):
+    updated, sliced = update_and_slice(implementation, operand, update, *GROUPS)
+  assert_same_bits(updated, ragged_rows.compact(update, operand, start, *layout))
+  is_row = ragged_rows.expand(np.ones((OPERAND_ROWS, 1)), start, TOTAL_ROWS, *layout) == 1
+  assert_same_bits(sliced, nothing_but(is_row, update))
+
+
+def test_a_stash_in_64_bit_mode():
+  rng, names = np.random.default_rng(3), ("float32", "bfloat16", "float16", "float64")
+  with jax.enable_x64(True):
+    values = [random_bits(rng, (TOTAL_ROWS, WIDTH), name) for name in names]
+    ragged = ps.RaggedRows(GROUPS[1], TOTAL_ROWS, GROUPS[2])
+    stash = ps.Stash.empty(32, [struct((WIDTH,), value.dtype) for value in values])
+    stash, slot = jax.jit(ps.Stash.push)(stash, values, ragged)
+    restored = jax.jit(ps.Stash.restore)(stash, slot, ragged)
+    is_row = np.asarray(ragged.is_in_group())[:, None]
+  for value, rows in zip(values, restored, strict=True):
+    assert_same_bits(rows, nothing_but(is_row, value))
+
+
+@pytest.mark.skipif(ON_TPU, reason="reads what XLA makes of it for a CPU")
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3", "float32"])
+def test_reading_passes_over_no_stash(name):
+  """Rows are read without a copy of all the stash, in integers or in wider floats."""
+  stash, rows = struct((2**14, 128), name), 2**9
+
+  def read(stash, sizes):
+    return ps.dynamic_slice(stash, (0, 0), (rows, 128), group_sizes=sizes)
+
+  compiled = jax.jit(read).lower(stash, struct((4,), jnp.int32)).compile()
+  # An array of the rows that are read, and integers, of four chunks.
+  assert (
+    compiled.memory_analysis().temp_size_in_bytes < 2 * stash.dtype.itemsize * rows * 128 + 2**15
+  )
 
 
 REFUSED = [dtype.name for dtype in TABLE if not dtype.stored_as] + list(NOT_MOVED)

@@ -1,0 +1,117 @@
+"""All of the package under `jax.numpy_dtype_promotion("strict")`: nothing mixes dtypes."""
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_stash as ps
+from tests.checks import assert_trees_equal
+from tests.support import IMPLEMENTATIONS, ON_TPU
+
+ROWS, WIDTH = 16, 8
+SIZES, STARTS = jnp.array([3, 2]), jnp.array([6, 1])
+RAGGED = ps.RaggedRows(SIZES, ROWS, STARTS)
+SPECS = [jax.ShapeDtypeStruct((WIDTH,), dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+X, W = jnp.ones((ROWS, WIDTH)), jnp.eye(WIDTH)[None] / 2
+
+
+def layer(x, w):
+  live = RAGGED.is_in_group()[:, None]
+  hidden = checkpoint_name(jnp.where(live, x @ w[0], 0), "hidden")
+  low = checkpoint_name(jnp.sin(hidden).astype(jnp.bfloat16), "low")
+  return jnp.where(live, jnp.cos(low).astype(jnp.float32) * hidden, 0)
+
+
+def checkpointed(x, w, capacity=16, implementation=None):
+  policy = jax.checkpoint_policies.save_only_these_names("hidden", "low")
+  f = ps.checkpoint(layer, policy=policy, implementation=implementation)
+  stash = ps.Stash.empty(capacity, f.residuals(RAGGED, x, w))
+  out, stash = f(stash, RAGGED, x, w)
+  out, stash = f(stash, RAGGED, out, w)
+  return jnp.sum(ps.seal(out, stash) ** 2), stash.stats()
+
+
+def gradients(**options):
+  return lambda: jax.grad(lambda *args: checkpointed(*args, **options), (0, 1), has_aux=True)(X, W)
+
+
+def pushed(padding):
+  values = [X, X.astype(jnp.bfloat16)]
+  stash, slot = ps.Stash.empty(8, SPECS).push(values, RAGGED)
+  overflowed, lost = stash.push(values, RAGGED)
+  live = RAGGED.is_in_group()
+  restored = [rows[live] for rows in stash.restore(slot, RAGGED, padding=padding)]
+  return restored, overflowed.restore(lost, RAGGED), stash.pop(slot).reset().stats()
+
+
+def pair(dtype, implementation):
+  groups = {"group_sizes": SIZES, "group_starts": STARTS, "implementation": implementation}
+
+  def round_trip(operand, update, start):
+    operand = ps.dynamic_update_slice(operand, update, (start, 0), **groups)
+    return ps.dynamic_slice(operand, (start, 0), (ROWS, WIDTH), **groups)
+
+  operand, update = jnp.zeros((24, WIDTH), dtype), jnp.ones((ROWS, WIDTH), dtype)
+  if not jnp.issubdtype(dtype, jnp.floating):
+    return jax.jit(round_trip)(operand, update, jnp.int32(-20))
+
+  def value_and_gradients(*operands):
+    out, vjp = jax.vjp(lambda *operands: round_trip(*operands, jnp.int32(-20)), *operands)
+    return out, vjp(out)
+
+  return jax.jit(value_and_gradients)(operand, update)
+
+
+def grouped(**options):
+  def loss(x, w):
+    out, stash = ps.gmm(ps.Stash.empty(8, SPECS[:1]), x, w, SIZES[:1], **options)
+    return jnp.sum(ps.seal(out[:3], stash))
+
+  return jax.jit(jax.grad(loss, (0, 1)))(X, W)
+
+
+def padding_report():
+  policy = jax.checkpoint_policies.save_only_these_names("hidden", "low")
+  report = ps.check_padding(layer, RAGGED, X + jnp.arange(16.0)[:, None], W, policy=policy)
+  return report.depends, len(report.outside)
+
+
+def sizes():
+  rows = ps.sizing.capacity_rows(1, 8, 2, 2, layers=3, margin=1.1)
+  return rows, ps.sizing.residual_bytes(rows, SPECS)
+
+
+CASES = {
+  "gradients": gradients(),
+  "gradients, recomputed": gradients(capacity=8),
+  "gradients, kernels": gradients(implementation=IMPLEMENTATIONS[1]),
+  "push": lambda: pushed("zero"),
+  "push, undefined padding": lambda: pushed("undefined"),
+  **{
+    f"pair, {np.dtype(dtype)}, {implementation}": lambda d=dtype, i=implementation: pair(d, i)
+    for implementation in IMPLEMENTATIONS
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
+  },
+  "gmm": lambda: grouped(tiling=(8, 8, 8), interpret=not ON_TPU),
+  "gmm, ragged_dot": lambda: grouped(grouped_matmul=lax.ragged_dot),
+  "check_padding": padding_report,
+  "sizing": sizes,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_runs_is_what_runs_without(case):
+  fun = CASES[case]
+  expected = jax.device_get(fun())
+  with jax.numpy_dtype_promotion("strict"):
+    assert_trees_equal(fun(), expected)
+
+
+@pytest.mark.parametrize("case", ["gradients", "gradients, recomputed", "push", "gmm"])
+def test_in_the_mode_of_debug(case):
+  expected = jax.device_get(CASES[case]())
+  with jax.numpy_dtype_promotion("strict"), ps.debug():
+    assert_trees_equal(CASES[case](), expected)
