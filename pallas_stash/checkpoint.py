@@ -10,6 +10,7 @@ import jax
 from jax import lax
 
 from pallas_stash import kernels
+from pallas_stash.arguments import describe
 from pallas_stash.batching import batch_alike
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
@@ -113,7 +114,7 @@ class StashedFunction:
 
   def __call__(self, stash: Stash, ragged: RaggedRows, /, *args: Any, **kwargs: Any):
     if not isinstance(stash, Stash):
-      raise ValueError(f"The first argument, {stash!r}, must be a Stash.")
+      raise ValueError(f"The first argument, {describe(stash)}, must be a Stash.")
     check_ragged(ragged)
     check_arguments(args, kwargs)
     stash, ragged, args, kwargs = vary_alike(stash, ragged, args, kwargs)
@@ -223,7 +224,9 @@ class StashedFunction:
 
 def check_ragged(ragged: Any) -> None:
   if not isinstance(ragged, RaggedRows):
-    raise ValueError(f"The argument before those of the function, {ragged!r}, must be RaggedRows.")
+    raise ValueError(
+      f"The argument before those of the function, {describe(ragged)}, must be RaggedRows."
+    )
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
