@@ -16,10 +16,12 @@ _OF_MOSAIC = {
 _NOT_MOVED = {"float6_e2m3fn", "float6_e3m2fn", "int1", "uint1"}
 
 # XLA for a TPU takes the first apart, all of a stash for each push, and may abort on the others.
-_NOT_MOVED_ON_TPU = {"float64", "int2", "uint2"}
+_NOT_MOVED_ON_TPU = {"float64", "int2", "uint2"} | {
+  f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fnuz", "e5m2fnuz")
+}
 
-# Floating-point dtypes of Mosaic in which a stash keeps others of the same size.
-_STORAGE = {1: jnp.dtype(jnp.float8_e4m3fn), 2: jnp.dtype(jnp.bfloat16)}
+# Mosaic takes no float16: a floating-point dtype of its size in which a stash keeps it.
+_STORAGE = {"float16": jnp.dtype(jnp.bfloat16)}
 
 _INTEGERS = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16}
 
@@ -48,17 +50,17 @@ def check_is_moved_on_tpu(dtype) -> None:
   if jnp.dtype(dtype).name in _NOT_MOVED_ON_TPU:
     raise ValueError(
       f"Ragged rows of {jnp.dtype(dtype)} cannot be moved on a TPU, whose compiler moves none of"
-      f" {sorted(_NOT_MOVED_ON_TPU)} in place: use a dtype of 4 to 32 bits."
+      f" {', '.join(sorted(_NOT_MOVED_ON_TPU))} in place in all shapes: use another dtype."
     )
 
 
 def storage(dtype) -> jnp.dtype:
-  """Returns the dtype in which a stash keeps one: floating-point, of its size, of Mosaic's.
+  """Returns the dtype in which a stash keeps one: floating-point, of its size, for the kernels.
 
   So a kernel is given the stash as it is: a cast at its boundary would copy all of it.
   """
   dtype = jnp.dtype(dtype)
-  return dtype if is_of_mosaic(dtype) else _STORAGE.get(dtype.itemsize, dtype)
+  return _STORAGE.get(dtype.name, dtype)
 
 
 def moved_by_xla(dtype) -> jnp.dtype:

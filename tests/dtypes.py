@@ -44,11 +44,13 @@ TABLE = [
   *(_kernel(name, 8, name) for name in ("float8_e4m3fn", "float8_e5m2")),
   *(_kernel(name, 8, name) for name in ("float8_e4m3b11fnuz", "float8_e8m0fnu")),
   *(_kernel(f"{sign}int{bits}", bits) for bits in (8, 16, 32) for sign in ("", "u")),
-  # Mosaic does not; a stash keeps them as one that it takes.
+  # Mosaic does not; a stash keeps it as one that it takes.
   Dtype("float16", 16, "bfloat16", "xla", True),
-  *(Dtype(f"float8_{name}", 8, "float8_e4m3fn", "xla", True) for name in ("e3m4", "e4m3")),
-  *(Dtype(f"float8_{name}", 8, "float8_e4m3fn", "xla", True) for name in ("e4m3fnuz", "e5m2fnuz")),
   # Not on a TPU.
+  *(
+    Dtype(f"float8_{name}", 8, f"float8_{name}", None, True)
+    for name in ("e3m4", "e4m3", "e4m3fnuz", "e5m2fnuz")
+  ),
   Dtype("float64", 64, "float64", None, False),
   *(Dtype(f"{sign}int2", 2, None, None, False) for sign in ("", "u")),
   # No stash has them.

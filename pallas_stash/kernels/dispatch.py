@@ -69,6 +69,8 @@ def run(
 
 def _run_mosaic(name, *operands, **options):
   stash = operands[1 if name == COMPACT else 0]
+  if "interpret" not in options:
+    dtypes.check_is_moved_on_tpu(stash.dtype)
   # Given, and so part of what a trace is kept by.
   tiling = choose_tiling(-(-stash.shape[1] // LANES) * LANES, stash.dtype.itemsize)
   return _MOSAIC[name](*operands, tiling=tiling, **options)
