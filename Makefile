@@ -1,5 +1,6 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
+# `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,13 +9,16 @@ BENCH_PYTHON ?= $(shell .ci/newest-python)
 BENCH_VENV ?= .venv-bench
 BENCH_RUN = $(BENCH_VENV)/bin/python
 
-.PHONY: demo fit bench bench-check test test-long lint clean
+.PHONY: demo fit chip bench bench-check test test-long lint clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
 
 fit: $(VENV)/ready
 	$(RUN) -m bench.fit $(FLAGS)
+
+chip: $(VENV)/ready
+	$(RUN) -m bench.chip $(FLAGS)
 
 test: $(VENV)/ready lint bench-check
 	$(RUN) -m pytest -m "not long" -n 2 --dist worksteal
