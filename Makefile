@@ -3,6 +3,7 @@
 # those that take minutes too, compiled as users compile; SEED is that of the sampled ones, another
 # one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
+# `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,7 +30,6 @@ suite: $(VENV)/ready
 test-long: $(VENV)/ready
 	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)
 
-# What to run first on a TPU, as docs/on-a-tpu.md says.
 chip: $(VENV)/ready
 	$(RUN) -m bench.chip $(FLAGS)
 

@@ -3,7 +3,9 @@
 On a TPU host nothing is set and the same tests run the compiled kernels.
 """
 
+import collections
 import glob
+import itertools
 import os
 
 from bench.tpu_environment import ENVIRONMENT
@@ -47,3 +49,12 @@ def no_races(capsys):
   yield
   printed = capsys.readouterr().out
   assert not any(complaint in printed for complaint in COMPLAINTS), printed
+
+
+def pytest_terminal_summary(terminalreporter):
+  """Says what each file took, if there are several."""
+  seconds = collections.Counter()
+  for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+    seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0)
+  for name, of_file in seconds.most_common() if len(seconds) > 1 else ():
+    terminalreporter.write_line(f"{of_file:7.1f} s {name}")
