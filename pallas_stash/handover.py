@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
 from pallas_stash import debugging
-from pallas_stash.arguments import describe
+from pallas_stash.arguments import describe, FIRST_ORDER_ONLY
 
 # The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"
@@ -46,11 +46,7 @@ def first_order_only(tree: Any) -> Any:
 @first_order_only.defjvp
 def _refuse_tangents(primals, tangents):
   del primals, tangents
-  raise NotImplementedError(
-    "pallas_stash supports first-order reverse-mode differentiation of `checkpoint` and `gmm`. Rows"
-    " in a stash carry no tangents: second-order and forward-mode derivatives, and derivatives"
-    " through Stash.push and Stash.restore, must be taken of a program without a stash."
-  )
+  raise NotImplementedError(FIRST_ORDER_ONLY)
 
 
 def seal(y: Any, stash: Any) -> Any:

@@ -68,18 +68,19 @@ def scanned_loss(weights, capacity=None, outer_names=("residual", ps.SLOT_NAME),
 @pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
 @pytest.mark.parametrize("capacity", [NEEDED // 2, NEEDED])
 def test_gradients_of_a_scan(capacity, implementation):
-  saved = jax.jit(jax.grad(scanned_loss))(weights())
+  jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+  saved = jit(jax.grad(scanned_loss))(weights())
   # The interpreter has effects, which `jax.checkpoint` does not support.
   options = {"capacity": capacity, "implementation": implementation}
   if implementation == "mosaic_interpret":
     options["outer_names"] = ()
   gradient = jax.grad(functools.partial(scanned_loss, **options))
   if capacity >= NEEDED:
-    assert_trees_equal(jax.jit(gradient)(weights()), saved)
+    assert_trees_equal(jit(gradient)(weights()), saved)
   else:  # What is recomputed may be fused, and so rounded, differently.
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-      jax.jit(gradient)(weights()),
+      jit(gradient)(weights()),
       saved,
     )
 
@@ -169,7 +170,8 @@ def gradients_of(fun, *args, capacity=64, specs=None, ragged=None, **options):
   plain = jax.grad(lambda *args: total(fun(*args)), differentiable)
   # XLA may keep values in float32 that the program rounds to bfloat16, in one program and not in
   # the other; without that, a value is the same wherever it is computed.
-  jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+  options = {"xla_allow_excess_precision": False} | (OPTIMIZED or {})
+  jit = functools.partial(jax.jit, compiler_options=options)
   return jit(jax.grad(with_stash, differentiable))(*args), jit(plain)(*args)
 
 

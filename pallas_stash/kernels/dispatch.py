@@ -12,10 +12,11 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
 from pallas_stash import dtypes
+from pallas_stash.arguments import FIRST_ORDER_ONLY
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling, LANES
 from pallas_stash.ragged import CopyRuns
@@ -137,10 +138,16 @@ def _run_one_by_one(primitive, leaves, axes, **params):
   return lax.map(run_one, batched), 0
 
 
+def _refuse_tangents(primals, tangents, **params):
+  del primals, tangents, params
+  raise NotImplementedError(FIRST_ORDER_ONLY)
+
+
 def _make_primitive(name):
   primitive = Primitive(f"stash_{name}")
   primitive.def_abstract_eval(functools.partial(_result, name))
   primitive.def_impl(functools.partial(_run_eagerly, primitive))
+  ad.primitive_jvps[primitive] = _refuse_tangents
   batching.primitive_batchers[primitive] = functools.partial(_run_one_by_one, primitive)
   for function, platform in (_lower_to_xla, None), (_lower_for_tpu, "tpu"):
     rule = mlir.lower_fun(functools.partial(function, name), multiple_results=False)
