@@ -206,6 +206,8 @@ class Stash:
       if value.shape[:1] != (ragged.total_rows,):
         raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
     match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
+    # Here, where it is traced for each program: each says once what it sees.
+    report_pushed(*vary_alike(list(values), ragged), name_slot)
     return _push(self, tuple(values), ragged, axis_name, implementation)
 
   def restore(
@@ -310,7 +312,6 @@ def _push(stash, values, ragged, axis_name, implementation):
   stash, values, ragged = vary_alike(stash, values, ragged)
   checksum = None
   if debugging.is_debugging():
-    report_pushed(values, ragged, name_slot)
     # XLA may compute twice, and round differently, what is stored and what is summed.
     values = lax.optimization_barrier(values)
     checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
