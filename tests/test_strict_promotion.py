@@ -44,7 +44,9 @@ def pushed(padding):
   overflowed, lost = stash.push(values, RAGGED)
   live = RAGGED.is_in_group()
   restored = [rows[live] for rows in stash.restore(slot, RAGGED, padding=padding)]
-  return restored, overflowed.restore(lost, RAGGED), stash.pop(slot).reset().stats()
+  # NumPy takes a NaN of bfloat16 for none.
+  nothing = [rows.astype(jnp.float32) for rows in overflowed.restore(lost, RAGGED)]
+  return restored, nothing, stash.pop(slot).reset().stats()
 
 
 def pair(dtype, implementation):
