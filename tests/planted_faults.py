@@ -82,7 +82,9 @@ def _in_words(*args, **options):
 
 
 WAITS = [
-  Fault("a load is not waited for", COMPACT, "load(slot, 0, 0, piece.load_rows).wait()", "None"),
+  Fault(
+    "a load is not waited for", COMPACT, "load(slot, ZERO, ZERO, piece.load_rows).wait()", "None"
+  ),
   Fault(
     "the read of an edge is not waited for",
     COMPACT,
@@ -193,7 +195,7 @@ PLACES = [
   Fault(
     "all stores leave from one slot",
     COMPACT,
-    "tile = slot if slots.tiles.shape[0] > 1 else 0",
+    "tile = slot if slots.tiles.shape[0] > 1 else ZERO",
     "tile = 0",
   ),
   Fault(
