@@ -59,10 +59,11 @@ def expert_ffn(tokens, row_tokens, choice_rows, weights, group_sizes, experts, *
 
   rows = mask(tokens.at[row_tokens].get(mode="promise_in_bounds"))
   out = project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
-  # Selected, and not filled by the gather: its gradient would leave it to a scatter to drop rows.
+  # What is not here weighs nothing: were it filled by the gather, the gradient would leave it to a
+  # scatter to drop rows.
   is_row = choice_rows < out.shape[0]
+  weights = jnp.where(is_row, weights, 0)
   chosen = out.at[jnp.where(is_row, choice_rows, 0)].get(mode="promise_in_bounds")
-  chosen = jnp.where(is_row[:, :, None], chosen, 0)
   return jnp.sum(chosen * weights[:, :, None], axis=1).astype(tokens.dtype)
 
 
