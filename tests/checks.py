@@ -18,5 +18,10 @@ def is_any_nan(tree):
   return any(bool(jnp.isnan(leaf).any()) for leaf in jax.tree.leaves(tree))
 
 
+def long(*values):
+  """Values of parameters with which only `make test-long` runs a test."""
+  return pytest.param(*values, marks=pytest.mark.long)
+
+
 def needs_devices(count):
   return pytest.mark.skipif(len(jax.devices()) < count, reason=f"needs {count} devices")

@@ -149,3 +149,16 @@ def cases_of_all_pairs():
     found = pairs_of(cases[-1])
     missing = [pair for pair in missing if pair not in found]
   return cases
+
+
+def cases_of_all_options():
+  """Returns those few of the cases that have, with the trainers' cases, every option."""
+  options_of = lambda case: set(dataclasses.asdict(case).items())
+  missing = {(axis, option) for axis, options in AXES.items() for option in options}
+  missing -= set().union(*map(options_of, TRAINERS.values()))
+  cases = []
+  while missing:
+    gain = lambda case, missing=frozenset(missing): len(missing & options_of(case))
+    cases.append(max(cases_of_all_pairs(), key=gain))
+    missing -= options_of(cases[-1])
+  return cases

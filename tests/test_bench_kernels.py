@@ -19,6 +19,7 @@ from pallas_stash import kernels
 from pallas_stash.kernels import mosaic_tpu
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
+from tests.checks import long
 from tests.support import ON_TPU
 
 TOTAL_ROWS, STASH_ROWS = 512, 256
@@ -66,9 +67,9 @@ def count_dma_rows(layout, kernel, tiling, monkeypatch):
 @pytest.mark.parametrize(
   "name, start",
   [
-    *(("prefix", 0), ("run", 3), ("buckets-4", 0), ("ragged-4", 7)),
+    *(("prefix", 0), long("run", 3), long("buckets-4", 0), long("ragged-4", 7)),
     # Groups of 1 to 3 rows, several in one HBM tile: most need no load of their own.
-    *(("buckets-64", 3), ("ragged-64", 7)),
+    *(long("buckets-64", 3), ("ragged-64", 7)),
   ],
 )
 def test_the_formula_counts_the_dmas(kernel, name, start, monkeypatch):

@@ -19,6 +19,7 @@ from bench import aot
 import pallas_stash as ps
 from pallas_stash.kernels.tiling import row_alignment
 from reference import moe
+from tests.checks import long
 from tests.support import as_rows, IMPLEMENTATIONS
 from tests.test_kernels import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 
@@ -72,8 +73,9 @@ def counting_copy(destination_rows, noted):
 @pytest.mark.parametrize(
   "kernel, case, dtype",
   [
-    *((kernel, TILES, "bfloat16") for kernel in ("compact", "expand", "expand_undefined")),
-    ("compact", UNEVEN, "int8"),
+    *((kernel, TILES, "bfloat16") for kernel in ("compact", "expand")),
+    long("expand_undefined", TILES, "bfloat16"),
+    long("compact", UNEVEN, "int8"),
   ],
 )
 def test_waits_equal_starts_and_no_hbm_tile_is_shared(kernel, case, dtype, monkeypatch):
@@ -168,7 +170,7 @@ def compiled(function, chip, dtype="bfloat16", rows=2**15, width=2048):
   return aot.compile(function, *args, donate_argnums=donated), operand
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [long("float32"), "bfloat16", long("int8")])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_operands_are_in_hbm(chip, dtype):
   """XLA would put what is small, and made and used by fusions, into VMEM."""

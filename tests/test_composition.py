@@ -1,25 +1,35 @@
-"""The transforms that trainers combine: all pairs of them, and what trainers do with them."""
+"""The transforms that trainers combine: each, all pairs of them, and what trainers do with them."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.checks import assert_trees_equal, needs_devices
-from tests.composition import all_pairs, cases_of_all_pairs, pairs_of, TRAINERS
+from tests.composition import (
+  all_pairs,
+  cases_of_all_options,
+  cases_of_all_pairs,
+  pairs_of,
+  TRAINERS,
+)
 from tests.composition_check import check
 from tests.composition_model import LAYERS, plain
 
 
-def parameters(cases):
-  return [pytest.param(case, marks=needs_devices(case.num_devices), id=str(case)) for case in cases]
+def parameters(cases, quick):
+  """The cases, those that are not quick for long."""
+  for case in cases:
+    marks = [needs_devices(case.num_devices), *([] if case in quick else [pytest.mark.long])]
+    yield pytest.param(case, marks=marks, id=str(case))
 
 
-@pytest.mark.parametrize("case", parameters(cases_of_all_pairs()))
+# To compile a case takes seconds: `make test` has every option, `make test-long` every pair.
+@pytest.mark.parametrize("case", parameters(cases_of_all_pairs(), cases_of_all_options()))
 def test_pairs(case):
   check(case)
 
 
-@pytest.mark.parametrize("case", parameters(TRAINERS.values()))
+@pytest.mark.parametrize("case", parameters(TRAINERS.values(), TRAINERS.values()))
 def test_trainers(case):
   check(case)
 

@@ -1,6 +1,7 @@
 """What `tests/test_composition.py` does not pair: no `jit`, flax's loops, evaluation, refusals."""
 
 import functools
+import itertools
 import pathlib
 import re
 
@@ -12,7 +13,7 @@ import pytest
 
 from bench import aot
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, needs_devices
+from tests.checks import assert_trees_equal, long, needs_devices
 from tests.composition import AXES, Case, cases_of_all_pairs
 from tests.composition_check import check, expected_gradients
 from tests.composition_flax import LinenLayer, NnxLayer
@@ -35,7 +36,7 @@ ROWS = 200  # Enough for the experts of all layers but one, and no other size of
   "case",
   [
     Case(call="eager", remat="save names", result="value and aux", capacity="half"),
-    pytest.param(Case(call="eager", loop="unrolled", vmap="inputs"), marks=pytest.mark.long),
+    long(Case(call="eager", loop="unrolled", vmap="inputs")),
     pytest.param(
       Case(call="eager", remat="save names", devices="2", shard_map="in layer"),
       marks=(needs_devices(2), pytest.mark.long),
@@ -104,8 +105,16 @@ def test_gradients_of_each_example():
   assert_trees_equal(jax.jit(gradient)(params, tokens[0]), expected_gradients(case)[1])
 
 
-@pytest.mark.parametrize("cond", AXES["cond"])
-@pytest.mark.parametrize("shard_map", AXES["shard_map"])
+def two_axes(axis, other, quick):
+  """Parameters: an option of each of two axes; pairs that are not quick for long."""
+  for pair in itertools.product(AXES[axis], AXES[other]):
+    yield pair if pair in quick else long(*pair)
+
+
+@pytest.mark.parametrize(
+  "shard_map, cond",
+  two_axes("shard_map", "cond", [("none", "no"), ("around", "yes"), ("in layer, unchecked", "no")]),
+)
 def test_evaluation_does_not_touch_the_stash(shard_map, cond):
   """Without gradients the compiled program at most hands it on."""
   case = Case(remat="save names", shard_map=shard_map, cond=cond, microbatches="one stash")
@@ -123,8 +132,9 @@ def test_evaluation_does_not_touch_the_stash(shard_map, cond):
   assert uses(jax.grad(evaluate))
 
 
-@pytest.mark.parametrize("cond", AXES["cond"])
-@pytest.mark.parametrize("remat", AXES["remat"])
+@pytest.mark.parametrize(
+  "remat, cond", two_axes("remat", "cond", [("none", "yes"), ("save names", "no"), ("full", "no")])
+)
 def test_no_layer_saves_the_stash(remat, cond):
   """Nothing has the stash's shape and an axis of layers."""
   case = Case(remat=remat, cond=cond)

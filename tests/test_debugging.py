@@ -18,7 +18,7 @@ import pytest
 from bench import aot
 import pallas_stash as ps
 from tests import moe_training
-from tests.checks import assert_trees_equal, is_any_nan, needs_devices
+from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices
 from tests.support import random_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 3
@@ -210,7 +210,7 @@ def test_layers_that_overflow_are_recomputed(capsys):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, long(False)])
 def test_devices_are_checked_one_by_one(check_vma, capsys):
   mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
   # Of the two rows that change, one holds nothing.

@@ -10,6 +10,7 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import dtypes
 from reference import ragged_rows
+from tests.checks import long
 from tests.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
 from tests.support import (
   assert_same_bits,
@@ -128,9 +129,7 @@ def test_stash(implementation, dtype):
   [
     ("xla", "int8"),
     (IMPLEMENTATIONS[1], "bfloat16"),
-    *(
-      pytest.param(IMPLEMENTATIONS[1], name, marks=pytest.mark.long) for name in ("float32", "int8")
-    ),
+    *(long(IMPLEMENTATIONS[1], name) for name in ("float32", "int8")),
   ],
 )
 def test_drop_in_in_64_bit_mode(implementation, name):

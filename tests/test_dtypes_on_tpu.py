@@ -52,12 +52,22 @@ def stash_of(dtype, rows=ROWS):
   return push_and_restore, (stash, struct((ROWS, WIDTH), scalar), SIZES, SIZES)
 
 
+def in_both_modes(table):
+  """Returns parameters: each dtype in one mode, by turns, and in the other in the long target."""
+  return [
+    pytest.param(
+      *(dtype, x64), id=f"{dtype.name}-{x64}", marks=[] if i % 2 == x64 else pytest.mark.long
+    )
+    for i, dtype in enumerate(table)
+    for x64 in (False, True)
+  ]
+
+
 def lowered(fun, args):
   return jax.jit(fun).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@each(TABLE)
+@pytest.mark.parametrize("dtype, x64", in_both_modes(TABLE))
 def test_the_drop_in_pair_lowers(dtype, x64):
   with jax.enable_x64(x64 or dtype.needs_x64):
     fun, args = drop_in_of(dtype)
@@ -69,8 +79,7 @@ def test_the_drop_in_pair_lowers(dtype, x64):
     assert kernels == (2 if dtype.tpu == "kernel" else 0)
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@each([dtype for dtype in TABLE if dtype.stored_as])
+@pytest.mark.parametrize("dtype, x64", in_both_modes([d for d in TABLE if d.stored_as]))
 def test_a_stash_lowers(dtype, x64):
   with jax.enable_x64(x64 or dtype.needs_x64):
     fun, args = stash_of(dtype)

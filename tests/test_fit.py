@@ -9,17 +9,18 @@ import pytest
 
 from bench import aot, fit, fit_plot, fit_step, imbalance
 from bench.model_sizes import ModelSize, PRESETS
+from tests.checks import long
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 
 CHOICES = ["mlpwo", "mlpwi_0+mlpwi_1", "mlpwi_0+mlpwi_1+mlpwo"]
 SMALL = ModelSize(
-  layers=58, width=1024, hidden=256, num_experts=32, top_k=8, batch=1, seq=256, expert_axis=4
+  layers=58, width=512, hidden=256, num_experts=8, top_k=2, batch=1, seq=256, expert_axis=4
 )
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 
 
-@pytest.mark.parametrize("choices", [CHOICES[:1], pytest.param(CHOICES, marks=pytest.mark.long)])
+@pytest.mark.parametrize("choices", [CHOICES[:1], long(CHOICES)])
 def test_small_model_keeps_the_promises(choices):
   def row(way, residuals=""):
     names = tuple(residuals.split("+")) if residuals else ()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import moe_training
-from tests.checks import assert_trees_equal, is_any_nan, needs_devices
+from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices
 from tests.moe_training import CONFIG
 
 AMPLE = 10_000
@@ -76,17 +76,18 @@ def exact(rows):
   return rows
 
 
-# All pairs of devices, structure and check_vma, with the 4 devices "inside" of the test below.
+# With the 4 devices "inside" of the test below all pairs of structure and check_vma; for long also
+# with the number of devices.
 @pytest.mark.parametrize(
   "devices, structure, check_vma",
   [
-    pytest.param(*case, marks=needs_devices(case[0]))
-    for case in [
-      (1, "inside", True),
-      (1, "outside", False),
-      (2, "inside", True),
-      (2, "outside", False),
-      (4, "outside", True),
+    pytest.param(*case, marks=[needs_devices(case[0]), *marks])
+    for case, marks in [
+      ((1, "inside", True), []),
+      ((2, "outside", False), []),
+      ((4, "outside", True), []),
+      ((1, "outside", False), [pytest.mark.long]),
+      ((2, "inside", True), [pytest.mark.long]),
     ]
   ],
 )
@@ -132,8 +133,8 @@ def test_devices_overflow_on_their_own():
   [
     (0, "inside"),
     (2, "outside"),
-    pytest.param(0, "outside", marks=pytest.mark.long),
-    pytest.param(2, "inside", marks=pytest.mark.long),
+    long(0, "outside"),
+    long(2, "inside"),
   ],
 )
 def test_gradients_are_nan_unless_sealed_once(seals, structure):

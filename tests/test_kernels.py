@@ -19,7 +19,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
-from tests.checks import OPTIMIZED
+from tests.checks import long, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -134,11 +134,6 @@ def check(implementation, case, dtype, layout, start, seed=0, **options):
     assert_same_bits(actual[is_read], expected[is_read], message=f"{message}, undefined padding")
 
 
-def is_as_good_as_another(implementation, dtype):
-  """Whether another dtype of this size is tested too: interpreted, all of a size are integers."""
-  return implementation == "mosaic_interpret" and dtype not in ("float32", "bfloat16", "int8")
-
-
 def edge_cases(case):
   """Yields (layout, start)."""
   rows, stash_rows = case.total_rows, case.stash_rows
@@ -155,23 +150,33 @@ def edge_cases(case):
   yield ([5, 9], None), stash_rows
 
 
+def in_every_case():
+  """Parameters: implementation, case and dtype. Interpreted, which takes long, few are quick."""
+  few = [(UNEVEN, "float32"), (UNEVEN, "bfloat16"), *CASES[len(DTYPES) :]]
+  for implementation, (case, dtype) in itertools.product(IMPLEMENTATIONS, CASES):
+    is_quick = implementation != "mosaic_interpret" or (case, dtype) in few
+    yield (pytest.param if is_quick else long)(implementation, case, dtype)
+
+
+@pytest.mark.parametrize("implementation, case, dtype", in_every_case())
+def test_edge_cases(implementation, case, dtype):
+  for seed, (layout, start) in enumerate(edge_cases(case)):
+    check(implementation, case, dtype, layout, start, seed)
+
+
+@pytest.mark.parametrize("implementation, case, dtype", in_every_case())
+def test_sampled(implementation, case, dtype):
+  sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
+  sampled |= {"seed": st.integers(0, 2**31)}
+  few = 4 if implementation == "mosaic_interpret" else 40
+  run_sampled(check, implementation, case, dtype, max_examples=few, **sampled)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 class TestEveryImplementation:
-  @pytest.mark.parametrize("case, dtype", CASES)
-  def test_edge_cases(self, implementation, case, dtype):
-    few = 3 if is_as_good_as_another(implementation, dtype) else None
-    for seed, (layout, start) in enumerate(itertools.islice(edge_cases(case), few)):
-      check(implementation, case, dtype, layout, start, seed)
-
-  @pytest.mark.parametrize("case, dtype", CASES)
-  def test_sampled(self, implementation, case, dtype):
-    few = {"mosaic_interpret": 2 if is_as_good_as_another(implementation, dtype) else 4}
-    sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
-    sampled |= {"seed": st.integers(0, 2**31), "max_examples": few.get(implementation, 40)}
-    run_sampled(check, implementation, case, dtype, **sampled)
-
-  def test_all_patterns_of_empty_groups(self, implementation):
-    sizes, starts = np.array([3, 1, 8, 5, 2, 3]), [29, 0, 12, 1, 24, 6]
+  @pytest.mark.parametrize("groups", [4, long(6)])
+  def test_all_patterns_of_empty_groups(self, implementation, groups):
+    sizes, starts = np.array([3, 1, 8, 5, 2, 3][:groups]), [29, 0, 12, 1, 24, 6][:groups]
     for pattern in itertools.product([0, 1], repeat=len(sizes)):
       layout = (sizes * pattern).tolist(), starts
       check(implementation, SMALL, "bfloat16", layout, start=5, seed=sum(pattern))

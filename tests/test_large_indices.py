@@ -16,12 +16,14 @@ from bench import aot
 import pallas_stash as ps
 from pallas_stash import sizing
 from reference import ragged_rows
+from tests.checks import long, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
 
 INT32 = 2**31
 GIB = 2**30
 struct = jax.ShapeDtypeStruct
+optimized = functools.partial(jax.jit, compiler_options=OPTIMIZED)  # What passes over 2 GiB.
 
 
 def free_bytes():
@@ -48,10 +50,10 @@ XLA, MOSAIC = IMPLEMENTATIONS
   "dtype, elements, implementation, gib",
   [
     ("int8", INT32, XLA, 3),
-    pytest.param("bfloat16", INT32 // 2, XLA, 3, marks=pytest.mark.long),
-    pytest.param("int8", 2 * INT32, XLA, 6, marks=pytest.mark.long),
-    pytest.param("float32", INT32, XLA, 10, marks=pytest.mark.long),
-    pytest.param("int8", INT32, MOSAIC, 12, marks=pytest.mark.long),
+    long("bfloat16", INT32 // 2, XLA, 3),
+    long("int8", 2 * INT32, XLA, 6),
+    long("float32", INT32, XLA, 10),
+    long("int8", INT32, MOSAIC, 12),
   ],
 )
 def test_rows_near_the_end(dtype, elements, implementation, gib):
@@ -60,7 +62,7 @@ def test_rows_near_the_end(dtype, elements, implementation, gib):
   total_rows = elements // WIDTH + ROWS
   groups = np.int32(total_rows - BEHIND), SIZES, STARTS
   assert int(groups[0]) * WIDTH > elements
-  operand = jax.jit(lambda: jnp.zeros((total_rows, WIDTH), dtype))()
+  operand = optimized(lambda: jnp.zeros((total_rows, WIDTH), dtype))()
   rows = np.random.default_rng(0).integers(1, 120, (ROWS, WIDTH), np.uint8).astype(dtype)
   update = jax.jit(update_rows.__wrapped__, static_argnums=5, donate_argnums=0)
   operand = update(operand, rows, *groups, implementation)
@@ -68,7 +70,7 @@ def test_rows_near_the_end(dtype, elements, implementation, gib):
   nothing = np.zeros((ROWS, WIDTH), dtype)
   expected = ragged_rows.compact(rows, nothing, ROWS - BEHIND, SIZES, STARTS)
   assert_same_bits(operand[total_rows - ROWS :], expected)
-  assert not jax.jit(lambda operand: jnp.any(operand[: total_rows - ROWS] != 0))(operand)
+  assert not optimized(lambda operand: jnp.any(operand[: total_rows - ROWS] != 0))(operand)
   expected = ragged_rows.expand(expected, ROWS - BEHIND, ROWS, SIZES, STARTS)
   assert_same_bits(slice_rows(operand, *groups, ROWS, implementation), expected)
 
@@ -77,7 +79,7 @@ def test_rows_near_the_end(dtype, elements, implementation, gib):
   "dtype, elements, gib",
   [
     ("bfloat16", INT32 // 2, 3),
-    pytest.param("float32", INT32, 10, marks=pytest.mark.long),
+    long("float32", INT32, 10),
   ],
 )
 def test_a_stash_filled_to_its_end(dtype, elements, gib):
@@ -133,10 +135,10 @@ def check_program(chip, dtype, width, gib, total_rows):
   [
     ("v5p", "float8_e4m3fn", 128, 90, 2**15),
     ("tpu7x", "bfloat16", 7168, 80, 2**19),
-    pytest.param("v6e", "float32", 32 * 1024, 28, 2**13, marks=pytest.mark.long),
-    pytest.param("v5e", "float8_e5m2", 7168, 14, 2**16, marks=pytest.mark.long),
-    pytest.param("v5p", "float32", 7168, 60, 2**20, marks=pytest.mark.long),
-    pytest.param("v5p", "bfloat16", 256, 90, 2**16, marks=pytest.mark.long),
+    long("v6e", "float32", 32 * 1024, 28, 2**13),
+    long("v5e", "float8_e5m2", 7168, 14, 2**16),
+    long("v5p", "float32", 7168, 60, 2**20),
+    long("v5p", "bfloat16", 256, 90, 2**16),
   ],
 )
 def test_programs(chip, dtype, width, gib, total_rows):

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash.misplaced_rows import data_outside, zeros_inside
-from tests.checks import assert_trees_equal, needs_devices
+from tests.checks import assert_trees_equal, long, needs_devices
 
 ROWS, WIDTH, LAYERS, COUNT, START = 32, 8, 2, 9, 5
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -70,7 +70,11 @@ def lines_of(capsys, fun, *args):
 
 @pytest.mark.parametrize(
   "masks, residual, policy",
-  [((True, True), ZEROS, "slots"), ((True, True), ZEROS, "full"), ((False, False), DATA, "slots")],
+  [
+    ((True, True), ZEROS, "slots"),
+    long((True, True), ZEROS, "full"),
+    long((False, False), DATA, "slots"),
+  ],
 )
 def test_without_group_starts(masks, residual, policy, capsys):
   """Once each, though every layer is at fault, and forward and backward pass push."""
@@ -84,7 +88,7 @@ def test_without_group_starts(masks, residual, policy, capsys):
   [
     ((True, True), []),
     # That the result is masked is enough; but of a residual it is not known.
-    ((False, True), [DATA]),
+    long((False, True), [DATA]),
     ((False, False), [DATA, USED]),
   ],
 )

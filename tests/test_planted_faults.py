@@ -80,18 +80,18 @@ def in_a_thread(fun, *args):
     threads.submit(call).result()
 
 
-def few(faults):
-  """Parameters: the first two faults of a kind; the others for long."""
-  mark = lambda i: pytest.mark.long if i >= 2 else ()
+def parameters(faults, quick):
+  """The faults, by their names; all but so many of them for long."""
+  mark = lambda i: pytest.mark.long if i >= quick else ()
   return [pytest.param(fault, id=fault.name, marks=mark(i)) for i, fault in enumerate(faults)]
 
 
-@pytest.mark.parametrize("fault", [fault for kind in DETECTED for fault in few(kind)])
+@pytest.mark.parametrize("fault", [fault for kind in DETECTED for fault in parameters(kind, 1)])
 def test_a_fault_is_caught(fault, monkeypatch, capsys):
   assert complaint_of(fault, monkeypatch, capsys)
 
 
-@pytest.mark.parametrize("fault", few(UNDETECTED))
+@pytest.mark.parametrize("fault", parameters(UNDETECTED, 0))
 def test_a_fault_is_not_caught(fault, monkeypatch, capsys):
   assert not complaint_of(fault, monkeypatch, capsys), fault.reason
 

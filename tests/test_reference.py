@@ -16,6 +16,7 @@ import pytest
 
 import reference
 from reference import model, moe, ragged_rows
+from tests.checks import long
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "int32"]
 NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")
@@ -185,16 +186,12 @@ def gradient_of_dense_block(config):
 @pytest.mark.parametrize(
   "mesh_shape, num_experts",
   [
-    ((1, 1), 8),
-    ((1, 2), 8),
     ((1, 4), 4),  # Fewer experts on a device than choices.
     ((2, 2), 8),
-    ((4, 1), 4),
+    *(long((1, experts), 8) for experts in (1, 2)),
+    long((4, 1), 4),
     # The other number of experts.
-    *(
-      pytest.param(*case, marks=pytest.mark.long)
-      for case in [((1, 1), 4), ((1, 2), 4), ((1, 4), 8), ((2, 2), 4), ((4, 1), 8)]
-    ),
+    *(long(*case) for case in [((1, 1), 4), ((1, 2), 4), ((1, 4), 8), ((2, 2), 4), ((4, 1), 8)]),
   ],
 )
 def test_moe_block_is_the_dense_sum(mesh_shape, num_experts):
@@ -308,15 +305,15 @@ def dense_results(config):
 
 
 AGREE = [
+  ((1, 4, 2, False), in_jit),
+  ((2, 2, 2, True), in_one_shard_map),
+]
+AGREE_FOR_LONG = [
   ((1, 1, 2, True), in_jit),
   ((1, 2, 0, False), in_one_shard_map),
   ((1, 4, 2, True), in_one_shard_map),
-  ((1, 4, 2, False), in_jit),
-  ((2, 2, 2, True), in_one_shard_map),
   ((2, 2, 2, True), in_jit),
-]
-# The other structure.
-AGREE_FOR_LONG = [
+  # The other structure.
   ((1, 1, 2, True), in_one_shard_map),
   ((1, 2, 0, False), in_jit),
   ((1, 4, 2, True), in_jit),
@@ -328,7 +325,7 @@ AGREE_FOR_LONG = [
   "data, expert, num_heads, check_vma, structure",
   [
     *((*case, structure) for case, structure in AGREE),
-    *(pytest.param(*case, structure, marks=pytest.mark.long) for case, structure in AGREE_FOR_LONG),
+    *(long(*case, structure) for case, structure in AGREE_FOR_LONG),
   ],
 )
 def test_structures_agree(data, expert, num_heads, check_vma, structure):

@@ -19,7 +19,7 @@ import pallas_stash as ps
 from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
-from tests.checks import assert_trees_equal, needs_devices, OPTIMIZED
+from tests.checks import assert_trees_equal, long, needs_devices, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -262,7 +262,7 @@ def test_integers_have_no_gradient():
   "implementation, wrap",
   [
     (XLA, lambda step: step),
-    (MOSAIC, lambda step: step),
+    long(MOSAIC, lambda step: step),
     # JAX refuses callbacks, the interpreter's, in what it recomputes.
     *((implementation, jax.checkpoint) for implementation in COMPILED),
   ],
@@ -330,7 +330,7 @@ def test_vmap(implementation, in_axes):
     (XLA, True, P("x")),
     (XLA, False, P("x")),
     (MOSAIC, True, P()),
-    (MOSAIC, False, P("x")),
+    long(MOSAIC, False, P("x")),
   ],
 )
 def test_shard_map(implementation, check_vma, spec):
