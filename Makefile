@@ -12,6 +12,7 @@ BENCH_PYTHON ?= $(shell .ci/newest-python)
 BENCH_VENV ?= .venv-bench
 BENCH_RUN = $(BENCH_VENV)/bin/python
 WORKERS ?= 2
+TESTS ?= not long
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
 .PHONY: chip demo fit bench bench-check test suite test-long lint clean
@@ -25,7 +26,7 @@ fit: $(VENV)/ready
 test: lint bench-check suite
 
 suite: $(VENV)/ready
-	$(RUN) -m pytest -m "not long" -n $(WORKERS) --dist worksteal
+	$(RUN) -m pytest -m "$(TESTS)" -n $(WORKERS) --dist worksteal
 
 test-long: $(VENV)/ready
 	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)

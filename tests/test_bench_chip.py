@@ -10,7 +10,10 @@ import pytest
 from bench import chip, chip_copies, chip_steps
 from tests.support import ON_TPU
 
-pytestmark = pytest.mark.skipif(ON_TPU, reason="`make chip` itself runs on a TPU")
+pytestmark = [
+  pytest.mark.once,
+  pytest.mark.skipif(ON_TPU, reason="`make chip` itself runs on a TPU"),
+]
 
 INTERPRETED = dataclasses.replace(
   chip_steps.SMALL,

@@ -22,6 +22,8 @@ from pallas_stash.ragged import CopyRuns
 from tests.checks import long
 from tests.support import ON_TPU
 
+pytestmark = pytest.mark.once
+
 TOTAL_ROWS, STASH_ROWS = 512, 256
 
 
@@ -67,7 +69,7 @@ def count_dma_rows(layout, kernel, tiling, monkeypatch):
 @pytest.mark.parametrize(
   "name, start",
   [
-    *(("prefix", 0), long("run", 3), long("buckets-4", 0), long("ragged-4", 7)),
+    *(long("prefix", 0), long("run", 3), long("buckets-4", 0), long("ragged-4", 7)),
     # Groups of 1 to 3 rows, several in one HBM tile: most need no load of their own.
     *(long("buckets-64", 3), ("ragged-64", 7)),
   ],

@@ -10,6 +10,8 @@ import pytest
 from bench import wall
 from tests.support import ON_TPU
 
+pytestmark = pytest.mark.once
+
 
 def make_plane(name, **lines):
   """A plane of a profile, its lines as lists of (start, duration) in ns."""

@@ -44,12 +44,12 @@ def test_the_table_has_every_dtype():
 FIRST = "bfloat16", "float8_e8m0fnu", "float8_e4m3", "float64", "float4_e2m1fn", "uint2", "bool"
 
 
-def cases(implementations, table, interpreted=()):
-  """Returns parameters; those that are moved as others are marked as long."""
+def cases(implementations, table):
+  """Returns parameters; those that are moved as others, or interpreted, are marked as long."""
 
   def case(implementation, dtype):
-    first = FIRST if implementation in ("xla", None) else interpreted
-    marks = [pytest.mark.long] if takes(dtype, implementation) and dtype.name not in first else []
+    is_quick = implementation in ("xla", None) and dtype.name in FIRST
+    marks = [pytest.mark.long] if takes(dtype, implementation) and not is_quick else []
     return pytest.param(implementation, dtype, marks=marks, id=f"{implementation}-{dtype.name}")
 
   return [case(implementation, dtype) for implementation in implementations for dtype in table]
@@ -68,9 +68,7 @@ def update_and_slice(implementation, operand, update, start, sizes, starts):
   return updated, ps.dynamic_slice(updated, (start, 0), update.shape, **options)
 
 
-@pytest.mark.parametrize(
-  "implementation, dtype", cases(IMPLEMENTATIONS, TABLE, ("float8_e4m3fnuz",))
-)
+@pytest.mark.parametrize("implementation, dtype", cases(IMPLEMENTATIONS, TABLE))
 def test_drop_in(implementation, dtype):
   rng, (start, *layout) = np.random.default_rng(0), GROUPS
   with dtype.context():

@@ -15,7 +15,7 @@ pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed
 
 CHOICES = ["mlpwo", "mlpwi_0+mlpwi_1", "mlpwi_0+mlpwi_1+mlpwo"]
 SMALL = ModelSize(
-  layers=58, width=512, hidden=256, num_experts=8, top_k=2, batch=1, seq=256, expert_axis=4
+  layers=58, width=512, hidden=128, num_experts=8, top_k=2, batch=1, seq=256, expert_axis=4
 )
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 

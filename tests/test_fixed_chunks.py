@@ -11,6 +11,8 @@ import pytest
 
 from bench import fixed_chunks
 
+pytestmark = pytest.mark.once
+
 LAYERS, TOTAL_ROWS, WIDTH, HIDDEN, CHUNK_ROWS = 5, 24, 8, 4, 10
 COUNTS = jnp.array([3, 10, 0, 11, 7])  # the fourth does not fit a chunk
 SAVE = jax.checkpoint_policies.save_only_these_names

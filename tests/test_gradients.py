@@ -76,14 +76,14 @@ def exact(rows):
   return rows
 
 
-# With the 4 devices "inside" of the test below all pairs of structure and check_vma; for long also
-# with the number of devices.
+# With the 4 devices "inside" of the test below both structures, checked or not. For long: all pairs
+# of devices, structure and check_vma.
 @pytest.mark.parametrize(
   "devices, structure, check_vma",
   [
     pytest.param(*case, marks=[needs_devices(case[0]), *marks])
     for case, marks in [
-      ((1, "inside", True), []),
+      ((1, "inside", True), [pytest.mark.long]),
       ((2, "outside", False), []),
       ((4, "outside", True), []),
       ((1, "outside", False), [pytest.mark.long]),
@@ -98,7 +98,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("capacity", [0, 1, half, exact, AMPLE])
+@pytest.mark.parametrize("capacity", [0, half, exact, long(1), long(AMPLE)])
 def test_gradients_at_any_capacity(capacity):
   """By a program for each, compiled as a user would."""
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)
@@ -132,7 +132,7 @@ def test_devices_overflow_on_their_own():
   "seals, structure",
   [
     (0, "inside"),
-    (2, "outside"),
+    long(2, "outside"),
     long(0, "outside"),
     long(2, "inside"),
   ],

@@ -21,7 +21,10 @@ from tests.planted_faults import COMPACT, DETECTED, EXPAND, Fault, plant, UNDETE
 from tests.support import ON_TPU
 from tests.test_kernels import check, edge_cases, kernels_of
 
-pytestmark = pytest.mark.skipif(ON_TPU, reason="plants faults in interpreted kernels")
+pytestmark = [
+  pytest.mark.once,
+  pytest.mark.skipif(ON_TPU, reason="plants faults in interpreted kernels"),
+]
 
 FIRST_TRIED = 8, 3, 6  # The edge cases that catch most.
 

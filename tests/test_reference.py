@@ -18,6 +18,8 @@ import reference
 from reference import model, moe, ragged_rows
 from tests.checks import long
 
+pytestmark = pytest.mark.once
+
 DTYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "int32"]
 NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")
 CONFIG = model.Config(vocab=256, width=32, hidden=16, num_experts=8, top_k=3, layers=2, num_heads=2)

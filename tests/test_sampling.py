@@ -11,6 +11,8 @@ import pytest
 from tests.sampling import as_test, run_sampled
 from tests.test_kernels import check, UNEVEN
 
+pytestmark = pytest.mark.once
+
 
 def draw(strategy, max_examples):
   drawn = []

@@ -35,7 +35,8 @@ def checkpointed(x, w, capacity=16, implementation=None):
 
 
 def gradients(**options):
-  return lambda: jax.grad(lambda *args: checkpointed(*args, **options), (0, 1), has_aux=True)(X, W)
+  loss = lambda *args: checkpointed(*args, **options)
+  return lambda: jax.jit(jax.grad(loss, (0, 1), has_aux=True))(X, W)
 
 
 def pushed(padding):
