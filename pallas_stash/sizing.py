@@ -13,6 +13,7 @@ import numbers
 from typing import Any
 
 from pallas_stash.arguments import describe, row_specs
+from pallas_stash.kernels.tiling import round_up
 
 __all__ = ["worst_case_rows", "expected_rows", "capacity_rows", "residual_bytes"]
 
@@ -88,7 +89,7 @@ def capacity_rows(
   expected = expected_rows(batch, seq, top_k, ep, num_experts)
   rows = math.ceil(expected * _positive_fraction(margin))
   rows = min(rows, worst_case_rows(batch, seq, top_k, ep, num_experts))
-  return layers * row_alignment * -(-rows // row_alignment)
+  return layers * round_up(rows, row_alignment)
 
 
 def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from pallas_stash import arguments, debugging, dtypes, kernels
 from pallas_stash.handover import first_order_only, name_slot, next_number
 from pallas_stash.kernels import Implementation, Padding
-from pallas_stash.kernels.tiling import LANES, row_alignment
+from pallas_stash.kernels.tiling import LANES, round_up, row_alignment
 from pallas_stash.misplaced_rows import report_pushed
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import empty, refuse_sharded, vary_alike, vary_over, varying_axes
@@ -157,10 +157,10 @@ class Stash:
           " Bit-cast it, or keep it as an ordinary residual."
         )
     alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
-    rows = _round_up(capacity_rows, alignment) * num_shards
+    rows = round_up(capacity_rows, alignment) * num_shards
     # Not zeros: no row is read before it is written, and a TPU would write them all every step.
     buffers = tuple(
-      empty((rows, _round_up(math.prod(s.shape), LANES)), dtypes.storage(s.dtype)) for s in specs
+      empty((rows, round_up(math.prod(s.shape), LANES)), dtypes.storage(s.dtype)) for s in specs
     )
     buffers = debugging.poison_rows_from(0, buffers)
     # An array for each leaf: one that is donated is donated once.
@@ -252,7 +252,7 @@ class Stash:
     self._check_local()
     check_slot(slot)
     self, slot = vary_alike(self, slot)
-    rows_taken = _round_up(slot.rows, self.alignment)
+    rows_taken = round_up(slot.rows, self.alignment)
     is_last = slot.start + rows_taken == self.top
     is_right = is_last | ~slot.is_stored()
     top = jnp.where(is_last & slot.is_stored(), slot.start, self.top)
@@ -293,7 +293,7 @@ class Stash:
     return Stash(self.residuals, self.buffers, None, counters, canary)
 
   def _is_in_use(self, slot):
-    in_use = slot.start + _round_up(slot.rows, self.alignment) <= self.top
+    in_use = slot.start + round_up(slot.rows, self.alignment) <= self.top
     return slot.is_stored() & in_use & (self.canary == 0)
 
   def _check_local(self):
@@ -331,7 +331,7 @@ def _push(stash, values, ragged, axis_name, implementation):
     stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
     buffers[index] = kernels.compact(stored, buffers[index], runs, implementation)
 
-  rows_taken = _round_up(rows, stash.alignment)
+  rows_taken = round_up(rows, stash.alignment)
   top += jnp.where(is_stored, rows_taken, 0)
   counters, number = stash.counters, stash.counters.pushes
   # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
@@ -413,7 +413,3 @@ def _check_int(name, value, least):
   if value < least:
     raise ValueError(f"{name}={value} must be at least {least}.")
   return value
-
-
-def _round_up(x, multiple):
-  return (x + multiple - 1) // multiple * multiple

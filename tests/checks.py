@@ -23,5 +23,10 @@ def long(*values):
   return pytest.param(*values, marks=pytest.mark.long)
 
 
+def once(*values):
+  """Values of parameters with which `.ci/run` runs a test on one Python only."""
+  return pytest.param(*values, marks=pytest.mark.once)
+
+
 def needs_devices(count):
   return pytest.mark.skipif(len(jax.devices()) < count, reason=f"needs {count} devices")

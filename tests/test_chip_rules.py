@@ -69,6 +69,7 @@ def counting_copy(destination_rows, noted):
   return CountedCopy
 
 
+@pytest.mark.once
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="counts interpreted DMAs")
 @pytest.mark.parametrize(
   "kernel, case, dtype",

@@ -24,6 +24,7 @@ def parameters(cases, quick):
 
 
 # To compile a case takes seconds: `make test` has every option, `make test-long` every pair.
+@pytest.mark.once
 @pytest.mark.parametrize("case", parameters(cases_of_all_pairs(), cases_of_all_options()))
 def test_pairs(case):
   check(case)
@@ -38,6 +39,7 @@ def test_the_cases_have_all_pairs():
   assert all_pairs() <= set().union(*map(pairs_of, cases_of_all_pairs()))
 
 
+@pytest.mark.once
 def test_the_arithmetic_is_exact():
   """No rounding where numbers grow most: the plain program computes the same in float64."""
   moe_layers = (True,) * LAYERS

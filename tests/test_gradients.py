@@ -97,6 +97,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
     check(capacity, devices, structure, check_vma=check_vma)
 
 
+@pytest.mark.once
 @needs_devices(4)
 @pytest.mark.parametrize("capacity", [1, half, exact, long(0), long(AMPLE)])
 def test_gradients_at_any_capacity(capacity):
@@ -104,6 +105,7 @@ def test_gradients_at_any_capacity(capacity):
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)
 
 
+@pytest.mark.once
 @needs_devices(4)
 def test_gradients_of_a_bfloat16_model():
   """Bit for bit, once XLA rounds to bfloat16 wherever the program says so."""

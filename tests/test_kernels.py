@@ -19,7 +19,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
-from tests.checks import long, OPTIMIZED
+from tests.checks import long, once, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -152,10 +152,12 @@ def edge_cases(case):
 
 def in_every_case():
   """Parameters: implementation, case and dtype. Interpreted, which takes long, few are quick."""
-  few = [(UNEVEN, "float32"), (UNEVEN, "bfloat16"), *CASES[len(DTYPES) :]]
+  few = [(UNEVEN, "float32"), *CASES[len(DTYPES) :]]
   for implementation, (case, dtype) in itertools.product(IMPLEMENTATIONS, CASES):
-    is_quick = implementation != "mosaic_interpret" or (case, dtype) in few
-    yield (pytest.param if is_quick else long)(implementation, case, dtype)
+    if implementation != "mosaic_interpret" or (case, dtype) == (UNEVEN, "bfloat16"):
+      yield implementation, case, dtype
+    else:
+      yield (once if (case, dtype) in few else long)(implementation, case, dtype)
 
 
 @pytest.mark.parametrize("implementation, case, dtype", in_every_case())
@@ -172,7 +174,7 @@ def test_sampled(implementation, case, dtype):
   run_sampled(check, implementation, case, dtype, max_examples=few, **sampled)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], once(IMPLEMENTATIONS[1])])
 class TestEveryImplementation:
   @pytest.mark.parametrize("groups", [4, long(6)])
   def test_all_patterns_of_empty_groups(self, implementation, groups):
@@ -256,6 +258,7 @@ def test_few_rows_are_gathered_only_where_there_are_few():
   assert gathered not in text.split("\nENTRY ")[1]
 
 
+@pytest.mark.once
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="a chip has the cores it has")
 @pytest.mark.parametrize(
   "start, change",

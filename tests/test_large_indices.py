@@ -16,7 +16,7 @@ from bench import aot
 import pallas_stash as ps
 from pallas_stash import sizing
 from reference import ragged_rows
-from tests.checks import long, OPTIMIZED
+from tests.checks import long, once, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
 
@@ -49,7 +49,7 @@ XLA, MOSAIC = IMPLEMENTATIONS
 @pytest.mark.parametrize(
   "dtype, elements, implementation, gib",
   [
-    ("int8", INT32, XLA, 3),
+    once("int8", INT32, XLA, 3),
     long("bfloat16", INT32 // 2, XLA, 3),
     long("int8", 2 * INT32, XLA, 6),
     long("float32", INT32, XLA, 10),
@@ -78,7 +78,7 @@ def test_rows_near_the_end(dtype, elements, implementation, gib):
 @pytest.mark.parametrize(
   "dtype, elements, gib",
   [
-    ("bfloat16", INT32 // 2, 3),
+    once("bfloat16", INT32 // 2, 3),
     long("float32", INT32, 10),
   ],
 )

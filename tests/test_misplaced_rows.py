@@ -158,7 +158,7 @@ def test_gmm(capsys):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, long(False)])
 def test_on_one_of_two_devices(check_vma, capsys):
   """The one whose rows start at 5; those of the other start at 0."""
   mesh = Mesh(np.array(jax.devices()[:2]), ("x",))

@@ -99,6 +99,7 @@ def check_validity(groups, total_rows):
     np.testing.assert_array_equal(ragged.is_in_group(), expected)
 
 
+@pytest.mark.once
 def test_validity():
   total_rows = st.sampled_from([1, 9, 20, 130, 300, 70_000, MOST - 32])
   run_sampled(check_validity, max_examples=100, groups=any_groups(), total_rows=total_rows)

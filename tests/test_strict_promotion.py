@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, long
+from tests.checks import assert_trees_equal, long, once
 from tests.support import IMPLEMENTATIONS, ON_TPU
 
 ROWS, WIDTH = 16, 8
@@ -111,7 +111,13 @@ FOR_LONG = ["gradients, kernels"] + [
 ]
 
 
-@pytest.mark.parametrize("case", [long(case) if case in FOR_LONG else case for case in CASES])
+@pytest.mark.parametrize(
+  "case",
+  [
+    (long if case in FOR_LONG else once if "mosaic" in case else pytest.param)(case)
+    for case in CASES
+  ],
+)
 def test_what_runs_is_what_runs_without(case):
   fun = CASES[case]
   expected = jax.device_get(fun())

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pallas_stash.kernels.tiling import choose_tiling, row_alignment, Tiling
+from pallas_stash.kernels.tiling import choose_tiling, round_up, row_alignment, Tiling
 
 WIDTHS = [*range(128, 9 * 1024, 128), *range(9 * 1024, 65_537, 1024), 20_992, 65_408, 2**20 + 128]
 
@@ -13,6 +13,11 @@ def test_deepseek_v3():
   assert choose_tiling(7168, itemsize=2) == Tiling(
     row_alignment=8, word_rows=2, block_rows=16, tile_rows=128, column_blocks=((0, 7168),)
   )
+
+
+@pytest.mark.parametrize("size, rounded", [(0, 0), (1, 8), (8, 8), (9, 16)])
+def test_round_up(size, rounded):
+  assert round_up(size, 8) == rounded
 
 
 @pytest.mark.parametrize("itemsize, alignment", [(1, 32), (2, 8), (4, 8)])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_stash import dtypes
 from pallas_stash.arguments import FIRST_ORDER_ONLY
 from pallas_stash.kernels import mosaic_tpu, xla
-from pallas_stash.kernels.tiling import choose_tiling, LANES
+from pallas_stash.kernels.tiling import choose_tiling, LANES, round_up
 from pallas_stash.ragged import CopyRuns
 from pallas_stash.varying import vary_alike
 
@@ -73,7 +73,7 @@ def _run_mosaic(name, *operands, **options):
   if "interpret" not in options:
     dtypes.check_is_moved_on_tpu(stash.dtype)
   # Given, and so part of what a trace is kept by.
-  tiling = choose_tiling(-(-stash.shape[1] // LANES) * LANES, stash.dtype.itemsize)
+  tiling = choose_tiling(round_up(stash.shape[1], LANES), stash.dtype.itemsize)
   return _MOSAIC[name](*operands, tiling=tiling, **options)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_stash import dtypes
 from pallas_stash.kernels.gather import gather, NO_ROW
-from pallas_stash.kernels.tiling import LANES, row_alignment, Tiling
+from pallas_stash.kernels.tiling import LANES, round_up, row_alignment, Tiling
 from pallas_stash.ragged import CopyRuns
 
 
@@ -75,7 +75,7 @@ def expand(
     `row_alignment`, or whose width is none of 128, is first copied by XLA.
   """
   source = _to_kernel_layout(stash, stash.shape[1], interpret)
-  padded_rows = _round_up(total_rows, row_alignment(stash.dtype.itemsize))
+  padded_rows = round_up(total_rows, row_alignment(stash.dtype.itemsize))
   first, last = jnp.int32(0), jnp.int32(padded_rows)
   if fill is not None:
     # What is left undefined is not shared among the cores either.
@@ -96,10 +96,6 @@ def _rows_covered(runs):
   return jnp.minimum(first, last), last
 
 
-def _round_up(x, multiple):
-  return -(-x // multiple) * multiple
-
-
 def _to_kernel_layout(array, width, interpret):
   """Returns `array` with whole tiles of rows and columns, and a dtype that the kernel takes.
 
@@ -108,8 +104,8 @@ def _to_kernel_layout(array, width, interpret):
   """
   if interpret or not dtypes.is_of_mosaic(array.dtype):
     array = dtypes.as_integers(array)
-  rows = _round_up(array.shape[0], row_alignment(array.dtype.itemsize)) - array.shape[0]
-  columns = _round_up(width, LANES) - array.shape[1]
+  rows = round_up(array.shape[0], row_alignment(array.dtype.itemsize)) - array.shape[0]
+  columns = round_up(width, LANES) - array.shape[1]
   return jnp.pad(array, ((0, rows), (0, columns))) if rows or columns else array
 
 

@@ -49,6 +49,11 @@ class Tiling:
     return rows * max(columns for _, columns in self.column_blocks) * itemsize
 
 
+def round_up(size, multiple):
+  """Returns the least multiple of `multiple` that is `size` or more: integers, or int32 arrays."""
+  return (size + multiple - 1) // multiple * multiple
+
+
 def row_alignment(itemsize: int) -> int:
   """Returns the rows of an HBM tile for elements of `itemsize` bytes: 8, or 32 for one byte."""
   return 32 if itemsize == 1 else SUBLANES
