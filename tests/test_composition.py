@@ -18,9 +18,11 @@ from tests.composition_model import LAYERS, plain
 
 def parameters(cases, quick):
   """The cases, those that are not quick for long."""
-  for case in cases:
-    marks = [needs_devices(case.num_devices), *([] if case in quick else [pytest.mark.long])]
-    yield pytest.param(case, marks=marks, id=str(case))
+  marks_of = lambda case: [] if case in quick else [pytest.mark.long]
+  return [
+    pytest.param(case, marks=[needs_devices(case.num_devices), *marks_of(case)], id=str(case))
+    for case in cases
+  ]
 
 
 # To compile a case takes seconds: `make test` has every option, `make test-long` every pair.

@@ -107,8 +107,8 @@ def test_gradients_of_each_example():
 
 def two_axes(axis, other, quick):
   """Parameters: an option of each of two axes; pairs that are not quick for long."""
-  for pair in itertools.product(AXES[axis], AXES[other]):
-    yield pair if pair in quick else long(*pair)
+  every = itertools.product(AXES[axis], AXES[other])
+  return [pair if pair in quick else long(*pair) for pair in every]
 
 
 @pytest.mark.parametrize(

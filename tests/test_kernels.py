@@ -160,13 +160,13 @@ def in_every_case():
       yield (once if (case, dtype) in few else long)(implementation, case, dtype)
 
 
-@pytest.mark.parametrize("implementation, case, dtype", in_every_case())
+@pytest.mark.parametrize("implementation, case, dtype", list(in_every_case()))
 def test_edge_cases(implementation, case, dtype):
   for seed, (layout, start) in enumerate(edge_cases(case)):
     check(implementation, case, dtype, layout, start, seed)
 
 
-@pytest.mark.parametrize("implementation, case, dtype", in_every_case())
+@pytest.mark.parametrize("implementation, case, dtype", list(in_every_case()))
 def test_sampled(implementation, case, dtype):
   sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
   sampled |= {"seed": st.integers(0, 2**31)}

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from reference import moe
-from tests.checks import long
+from tests.checks import long, once
 
 ROWS, WIDTH, HIDDEN, GROUPS, TOKENS = 64, 8, 16, 4, 24
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -254,7 +254,7 @@ def megablox(lhs, rhs, sizes):
   return megablox_gmm(lhs, rhs, sizes, lhs.dtype, (8, 8, 8), None, None, False, True)
 
 
-@pytest.mark.parametrize("grouped_matmul", [lax.ragged_dot, long(megablox)])
+@pytest.mark.parametrize("grouped_matmul", [once(lax.ragged_dot), long(megablox)])
 def test_the_reference_layer(grouped_matmul):
   """Half of its rows are other devices' choices, which hold real tokens."""
   experts, top_k = 2 * GROUPS, 2

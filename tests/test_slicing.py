@@ -232,6 +232,7 @@ def test_gradient_of_each_is_the_other(implementation):
 
 
 # To interpret its hundreds of kernels takes a minute.
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", COMPILED)
 def test_numerical_gradients(implementation):
   groups = np.int32(30), SIZES, STARTS

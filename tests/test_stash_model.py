@@ -185,9 +185,11 @@ def run(machine, sequences, steps):
   assert machine.compared > sequences
 
 
-@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 25), once(MosaicMachine, 2)])
-def test_stash_is_its_model(machine, sequences):
-  run(machine, sequences, 15)
+@pytest.mark.parametrize(
+  "machine, sequences, steps", [(XlaMachine, 25, 20), once(MosaicMachine, 2, 15)]
+)
+def test_stash_is_its_model(machine, sequences, steps):
+  run(machine, sequences, steps)
 
 
 @pytest.mark.long

@@ -44,9 +44,14 @@ def pushed(padding):
   stash, slot = ps.Stash.empty(8, SPECS).push(values, RAGGED)
   overflowed, lost = stash.push(values, RAGGED)
   live = RAGGED.is_in_group()
-  restored = [rows[live] for rows in stash.restore(slot, RAGGED, padding=padding)]
   # NumPy takes a NaN of bfloat16 for none.
-  nothing = [rows.astype(jnp.float32) for rows in overflowed.restore(lost, RAGGED)]
+  restored, nothing = (
+    [jnp.where(live[:, None], rows, 0).astype(jnp.float32) for rows in found]
+    for found in (
+      stash.restore(slot, RAGGED, padding=padding),
+      overflowed.restore(lost, RAGGED),
+    )
+  )
   return restored, nothing, stash.pop(slot).reset().stats()
 
 
@@ -91,8 +96,8 @@ CASES = {
   "gradients": gradients(),
   "gradients, recomputed": gradients(capacity=8),
   "gradients, kernels": gradients(implementation=IMPLEMENTATIONS[1]),
-  "push": lambda: pushed("zero"),
-  "push, undefined padding": lambda: pushed("undefined"),
+  "push": lambda: jax.jit(lambda: pushed("zero"))(),
+  "push, undefined padding": lambda: jax.jit(lambda: pushed("undefined"))(),
   **{
     f"pair, {np.dtype(dtype)}, {implementation}": lambda d=dtype, i=implementation: pair(d, i)
     for implementation in IMPLEMENTATIONS
