@@ -99,7 +99,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 
 @pytest.mark.once
 @needs_devices(4)
-@pytest.mark.parametrize("capacity", [1, half, exact, long(0), long(AMPLE)])
+@pytest.mark.parametrize("capacity", [1, half, long(0), long(exact), long(AMPLE)])
 def test_gradients_at_any_capacity(capacity):
   """By a program for each, compiled as a user would."""
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)

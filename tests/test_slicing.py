@@ -360,7 +360,7 @@ def test_shard_map(implementation, check_vma, spec):
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("implementation", [XLA, once(MOSAIC)])
+@pytest.mark.parametrize("implementation", [XLA, long(MOSAIC)])
 def test_undefined_padding_in_shard_map(implementation):
   mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
   operands = integers(0, 4, OPERAND_ROWS, 8)

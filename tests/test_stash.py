@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, is_any_nan, long, once, OPTIMIZED
+from tests.checks import assert_trees_equal, is_any_nan, long, OPTIMIZED
 from tests.support import IMPLEMENTATIONS
 
 TOTAL_ROWS = 64
@@ -46,7 +46,7 @@ def stats_of(stash):
   return [int(x[0]) for x in stash.stats()[:4]]
 
 
-@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], once(IMPLEMENTATIONS[1])])
+@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], long(IMPLEMENTATIONS[1])])
 def test_what_is_pushed_comes_back(implementation):
   specs = SPECS
   layouts = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, long, once
+from tests.checks import assert_trees_equal, long
 from tests.support import IMPLEMENTATIONS, ON_TPU
 
 ROWS, WIDTH = 16, 8
@@ -73,6 +73,18 @@ def pair(dtype, implementation):
   return jax.jit(value_and_gradients)(operand, update)
 
 
+def kernels_for_a_tpu():
+  """Traces and lowers both kernels, and compiles nothing."""
+  groups = {"group_sizes": SIZES, "group_starts": STARTS}
+
+  def round_trip(operand, update):
+    operand = ps.dynamic_update_slice(operand, update, (3, 0), **groups)
+    return ps.dynamic_slice(operand, (3, 0), (ROWS, WIDTH), **groups)
+
+  traced = jax.jit(round_trip).trace(jnp.zeros((24, WIDTH)), X)
+  return traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call")
+
+
 def grouped(**options):
   def loss(x, w):
     out, stash = ps.gmm(ps.Stash.empty(8, SPECS[:1]), x, w, SIZES[:1], **options)
@@ -103,6 +115,7 @@ CASES = {
     for implementation in IMPLEMENTATIONS
     for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)
   },
+  "kernels for a TPU": kernels_for_a_tpu,
   "gmm": lambda: grouped(tiling=(8, 8, 8), interpret=not ON_TPU),
   "gmm, ragged_dot": lambda: grouped(grouped_matmul=lax.ragged_dot),
   "check_padding": padding_report,
@@ -110,18 +123,9 @@ CASES = {
 }
 
 
-# To compile an interpreted kernel twice takes long, and one has to do with dtypes what others do.
-FOR_LONG = ["gradients, kernels"] + [
-  f"pair, {dtype}, mosaic_interpret" for dtype in ("float32", "int8")
-]
-
-
+# To compile an interpreted kernel twice takes long.
 @pytest.mark.parametrize(
-  "case",
-  [
-    (long if case in FOR_LONG else once if "mosaic" in case else pytest.param)(case)
-    for case in CASES
-  ],
+  "case", [long(case) if "mosaic" in case or ", kernels" in case else case for case in CASES]
 )
 def test_what_runs_is_what_runs_without(case):
   fun = CASES[case]
