@@ -6,14 +6,22 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import pallas_stash as ps
+from tests.checks import long
 from tests.dtypes import BY_NAME
 
 ON_TPU = jax.default_backend() == "tpu"
 IMPLEMENTATIONS = ("xla", "mosaic" if ON_TPU else "mosaic_interpret")
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2", "int32")
 GROUPS = 8
+
+
+def long_if_interpreted(*values):
+  """Values of parameters, the kernels among them: to interpret takes long, to run on a TPU not."""
+  return pytest.param(*values) if ON_TPU else long(*values)
+
 
 # Rows in a group or a gap: none, one, and on both sides of the blocks that the kernels move.
 SIZES = st.sampled_from([0, 0, 1, 1, 2, 7, 8, 9, 16, 31, 32, 33, 64]) | st.integers(0, 400)

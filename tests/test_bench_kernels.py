@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 
@@ -69,9 +70,10 @@ def count_dma_rows(layout, kernel, tiling, monkeypatch):
 @pytest.mark.parametrize(
   "name, start",
   [
-    *(long("prefix", 0), long("run", 3), long("buckets-4", 0), long("ragged-4", 7)),
+    *itertools.starmap(long, [("prefix", 0), ("run", 3), ("buckets-4", 0), ("ragged-4", 7)]),
     # Groups of 1 to 3 rows, several in one HBM tile: most need no load of their own.
-    *(long("buckets-64", 3), ("ragged-64", 7)),
+    long("buckets-64", 3),
+    ("ragged-64", 7),
   ],
 )
 def test_the_formula_counts_the_dmas(kernel, name, start, monkeypatch):

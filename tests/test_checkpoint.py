@@ -14,7 +14,7 @@ import pytest
 from bench import aot
 import pallas_stash as ps
 from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices, once, OPTIMIZED
-from tests.support import IMPLEMENTATIONS
+from tests.support import IMPLEMENTATIONS, long_if_interpreted
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 8, 16, 4
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -70,7 +70,7 @@ def scanned_loss(weights, capacity=None, outer_names=("residual", ps.SLOT_NAME),
   [
     *((NEEDED, None), (NEEDED, IMPLEMENTATIONS[0]), once(NEEDED, IMPLEMENTATIONS[1])),
     *((NEEDED // 2, None), long(NEEDED // 2, IMPLEMENTATIONS[0])),
-    long(NEEDED // 2, IMPLEMENTATIONS[1]),
+    long_if_interpreted(NEEDED // 2, IMPLEMENTATIONS[1]),
   ],
 )
 def test_gradients_of_a_scan(capacity, implementation):

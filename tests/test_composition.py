@@ -16,9 +16,9 @@ from tests.composition_check import check
 from tests.composition_model import LAYERS, plain
 
 
-def parameters(cases, quick):
-  """The cases, those that are not quick for long."""
-  marks_of = lambda case: [] if case in quick else [pytest.mark.long]
+def parameters(cases, quick=None):
+  """The cases, for long all but those that are quick."""
+  marks_of = lambda case: [] if quick is None or case in quick else [pytest.mark.long]
   return [
     pytest.param(case, marks=[needs_devices(case.num_devices), *marks_of(case)], id=str(case))
     for case in cases
@@ -32,7 +32,7 @@ def test_pairs(case):
   check(case)
 
 
-@pytest.mark.parametrize("case", parameters(TRAINERS.values(), TRAINERS.values()))
+@pytest.mark.parametrize("case", parameters(TRAINERS.values()))
 def test_trainers(case):
   check(case)
 

@@ -10,11 +10,12 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import dtypes
 from reference import ragged_rows
-from tests.checks import long, once
+from tests.checks import once
 from tests.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
 from tests.support import (
   assert_same_bits,
   IMPLEMENTATIONS,
+  long_if_interpreted,
   ON_TPU,
   random_bits,
   slice_rows,
@@ -48,7 +49,7 @@ def cases(implementations, table):
   """Returns parameters; those that are moved as others, or interpreted, are marked as long."""
 
   def case(implementation, dtype):
-    is_quick = implementation in ("xla", None) and dtype.name in FIRST
+    is_quick = implementation != "mosaic_interpret" and dtype.name in FIRST
     marks = [pytest.mark.long] if takes(dtype, implementation) and not is_quick else []
     return pytest.param(implementation, dtype, marks=marks, id=f"{implementation}-{dtype.name}")
 
@@ -127,7 +128,7 @@ def test_stash(implementation, dtype):
   [
     ("xla", "int8"),
     once(IMPLEMENTATIONS[1], "bfloat16"),
-    *(long(IMPLEMENTATIONS[1], name) for name in ("float32", "int8")),
+    *(long_if_interpreted(IMPLEMENTATIONS[1], name) for name in ("float32", "int8")),
   ],
 )
 def test_drop_in_in_64_bit_mode(implementation, name):

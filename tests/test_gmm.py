@@ -11,7 +11,7 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import kernels
 from tests.checks import assert_trees_equal, is_any_nan, long, once
-from tests.support import IMPLEMENTATIONS, ON_TPU
+from tests.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 M, K, N, GROUPS = 256, 128, 256, 4
 TILING = (128, 128, 128)
@@ -110,7 +110,7 @@ def test_only_the_groups_that_rhs_has_are_kept(offset, groups):
   assert int(actual[3].rows_in_use[0]) == -(-int(live.sum()) // 8) * 8
 
 
-@pytest.mark.parametrize("implementation", [XLA, long(MOSAIC)])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_padding_is_restored_for_what_is_not_known_to_mask(implementation, monkeypatch):
   fills = []
 

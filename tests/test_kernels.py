@@ -19,7 +19,7 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
-from tests.checks import long, once, OPTIMIZED
+from tests.checks import once, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -28,6 +28,7 @@ from tests.support import (
   GROUPS,
   IMPLEMENTATIONS,
   layouts,
+  long_if_interpreted,
   nan_of,
   ON_TPU,
   random_bits,
@@ -55,6 +56,7 @@ TWO_BLOCKS = Case(168, 200, 136, 384, tile_rows=64, column_blocks=((0, 256), (25
 SMALL = Case(32, 128, 40, 128)
 LONG = Case(2**11, 128, 2**12, 128)
 
+XLA, MOSAIC = IMPLEMENTATIONS
 CASES = [(UNEVEN, dtype) for dtype in DTYPES] + [(MANY_TILES, "bfloat16"), (TWO_BLOCKS, "int8")]
 
 
@@ -150,23 +152,22 @@ def edge_cases(case):
   yield ([5, 9], None), stash_rows
 
 
-def in_every_case():
-  """Parameters: implementation, case and dtype. Interpreted, which takes long, few are quick."""
-  few = [(UNEVEN, "float32"), *CASES[len(DTYPES) :]]
-  for implementation, (case, dtype) in itertools.product(IMPLEMENTATIONS, CASES):
-    if implementation != "mosaic_interpret" or (case, dtype) == (UNEVEN, "bfloat16"):
-      yield implementation, case, dtype
-    else:
-      yield (once if (case, dtype) in few else long)(implementation, case, dtype)
+# Of the kernels, few are interpreted by `make test`, and one of them with every jax.
+IN_EVERY_CASE = [
+  *((XLA, case, dtype) for case, dtype in CASES),
+  *((MOSAIC, UNEVEN, "bfloat16"), once(MOSAIC, UNEVEN, "float32")),
+  *(once(MOSAIC, case, dtype) for case, dtype in CASES[len(DTYPES) :]),
+  *(long_if_interpreted(MOSAIC, UNEVEN, d) for d in DTYPES if d not in ("bfloat16", "float32")),
+]
 
 
-@pytest.mark.parametrize("implementation, case, dtype", list(in_every_case()))
+@pytest.mark.parametrize("implementation, case, dtype", IN_EVERY_CASE)
 def test_edge_cases(implementation, case, dtype):
   for seed, (layout, start) in enumerate(edge_cases(case)):
     check(implementation, case, dtype, layout, start, seed)
 
 
-@pytest.mark.parametrize("implementation, case, dtype", list(in_every_case()))
+@pytest.mark.parametrize("implementation, case, dtype", IN_EVERY_CASE)
 def test_sampled(implementation, case, dtype):
   sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
   sampled |= {"seed": st.integers(0, 2**31)}
@@ -174,15 +175,19 @@ def test_sampled(implementation, case, dtype):
   run_sampled(check, implementation, case, dtype, max_examples=few, **sampled)
 
 
-@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], once(IMPLEMENTATIONS[1])])
-class TestEveryImplementation:
-  @pytest.mark.parametrize("groups", [3, long(6)])
-  def test_all_patterns_of_empty_groups(self, implementation, groups):
-    sizes, starts = np.array([3, 1, 8, 5, 2, 3][:groups]), [29, 0, 12, 1, 24, 6][:groups]
-    for pattern in itertools.product([0, 1], repeat=len(sizes)):
-      layout = (sizes * pattern).tolist(), starts
-      check(implementation, SMALL, "bfloat16", layout, start=5, seed=sum(pattern))
+@pytest.mark.parametrize(
+  "implementation, groups",
+  [(XLA, 6), once(MOSAIC, 3), long_if_interpreted(MOSAIC, 6)],
+)
+def test_all_patterns_of_empty_groups(implementation, groups):
+  sizes, starts = np.array([3, 1, 8, 5, 2, 3][:groups]), [29, 0, 12, 1, 24, 6][:groups]
+  for pattern in itertools.product([0, 1], repeat=groups):
+    layout = (sizes * pattern).tolist(), starts
+    check(implementation, SMALL, "bfloat16", layout, start=5, seed=sum(pattern))
 
+
+@pytest.mark.parametrize("implementation", [XLA, once(MOSAIC)])
+class TestEveryImplementation:
   def test_nothing_to_copy(self, implementation):
     rows, stash = jnp.ones((4, 2)), jnp.ones((8, 2))
     no_group = RaggedRows(np.zeros(0, np.int32), 4, np.zeros(0, np.int32))

@@ -19,7 +19,7 @@ import pallas_stash as ps
 from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import ragged_rows
-from tests.checks import assert_trees_equal, long, needs_devices, once, OPTIMIZED
+from tests.checks import assert_trees_equal, needs_devices, once, OPTIMIZED
 from tests.sampling import run_sampled
 from tests.support import (
   as_rows,
@@ -27,6 +27,7 @@ from tests.support import (
   IMPLEMENTATIONS,
   integers,
   layouts,
+  long_if_interpreted,
   nan_of,
   random_bits,
   slice_rows,
@@ -182,7 +183,7 @@ def test_invalid_groups(sizes, starts, dtype):
     assert (np.isnan(rows) if jnp.issubdtype(dtype, jnp.inexact) else rows == 0).all()
 
 
-@pytest.mark.parametrize("implementation", [XLA, long(MOSAIC)])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_undefined_padding(implementation):
   """Rows and gradients are those of zero padding, from whatever comes back in padding."""
   operand, d_out = integers(0, OPERAND_ROWS, WIDTH), integers(1, TOTAL_ROWS, WIDTH)
@@ -263,7 +264,7 @@ def test_integers_have_no_gradient():
   "implementation, wrap",
   [
     (XLA, lambda step: step),
-    long(MOSAIC, lambda step: step),
+    long_if_interpreted(MOSAIC, lambda step: step),
     # JAX refuses callbacks, the interpreter's, in what it recomputes.
     *((implementation, jax.checkpoint) for implementation in COMPILED),
   ],
@@ -295,7 +296,7 @@ def test_scan(implementation, wrap):
     (XLA, (0, 0, 0, 0, 0)),
     (XLA, (None, 0, None, 0, None)),
     (XLA, (1, 1, 0, None, 1)),
-    long(MOSAIC, (None, 0, 0, None, 1)),
+    long_if_interpreted(MOSAIC, (None, 0, 0, None, 1)),
   ],
 )
 def test_vmap(implementation, in_axes):
@@ -330,8 +331,8 @@ def test_vmap(implementation, in_axes):
     (XLA, False, P()),
     (XLA, True, P("x")),
     (XLA, False, P("x")),
-    long(MOSAIC, True, P()),
-    long(MOSAIC, False, P("x")),
+    long_if_interpreted(MOSAIC, True, P()),
+    long_if_interpreted(MOSAIC, False, P("x")),
   ],
 )
 def test_shard_map(implementation, check_vma, spec):
@@ -360,7 +361,7 @@ def test_shard_map(implementation, check_vma, spec):
 
 
 @needs_devices(4)
-@pytest.mark.parametrize("implementation", [XLA, long(MOSAIC)])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_undefined_padding_in_shard_map(implementation):
   mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
   operands = integers(0, 4, OPERAND_ROWS, 8)

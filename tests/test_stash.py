@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, is_any_nan, long, OPTIMIZED
-from tests.support import IMPLEMENTATIONS
+from tests.checks import assert_trees_equal, is_any_nan, OPTIMIZED
+from tests.support import IMPLEMENTATIONS, long_if_interpreted
 
+XLA, MOSAIC = IMPLEMENTATIONS
 TOTAL_ROWS = 64
 SPECS = [
   jax.ShapeDtypeStruct((128,), jnp.bfloat16),
@@ -46,7 +47,7 @@ def stats_of(stash):
   return [int(x[0]) for x in stash.stats()[:4]]
 
 
-@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], long(IMPLEMENTATIONS[1])])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_what_is_pushed_comes_back(implementation):
   specs = SPECS
   layouts = [
@@ -74,7 +75,7 @@ def test_what_is_pushed_comes_back(implementation):
     assert_trees_equal(restore(stash, slot, ragged), tuple(expected))
 
 
-@pytest.mark.parametrize("implementation", [IMPLEMENTATIONS[0], long(IMPLEMENTATIONS[1])])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_undefined_padding(implementation):
   options = {"padding": "undefined", "implementation": implementation}
   ragged = ragged_of([9, 1, 3], [40, 0, 20])

@@ -9,7 +9,7 @@ import pytest
 
 import pallas_stash as ps
 from tests.checks import assert_trees_equal, long
-from tests.support import IMPLEMENTATIONS, ON_TPU
+from tests.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 ROWS, WIDTH = 16, 8
 SIZES, STARTS = jnp.array([3, 2]), jnp.array([6, 1])
@@ -125,7 +125,10 @@ CASES = {
 
 # To compile an interpreted kernel twice takes long.
 @pytest.mark.parametrize(
-  "case", [long(case) if "mosaic" in case or ", kernels" in case else case for case in CASES]
+  "case",
+  [
+    long_if_interpreted(case) if "mosaic" in case or ", kernels" in case else case for case in CASES
+  ],
 )
 def test_what_runs_is_what_runs_without(case):
   fun = CASES[case]

@@ -8,6 +8,8 @@ import venv
 
 import pytest
 
+import pallas_stash as ps
+
 pytestmark = [pytest.mark.long, pytest.mark.once]
 
 PROGRAM = """
@@ -32,9 +34,9 @@ def run(*command, **options):
 
 def test_a_wheel_works_in_an_empty_environment(tmp_path):
   root = pathlib.Path(__file__).parent.parent
-  run(sys.executable, "-m", "build", "--wheel", "--outdir", tmp_path, root)
+  run(sys.executable, "-m", "build", "--outdir", tmp_path, root)  # By way of the source archive.
   (wheel,) = tmp_path.glob("*.whl")
   venv.create(tmp_path / "env", with_pip=True)
   python = tmp_path / "env" / "bin" / "python"
   run(python, "-m", "pip", "install", "--quiet", wheel)
-  assert run(python, "-c", PROGRAM, cwd=tmp_path).split() == ["0.1.0", "9"]
+  assert run(python, "-c", PROGRAM, cwd=tmp_path).split() == [ps.__version__, "9"]

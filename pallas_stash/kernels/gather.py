@@ -134,14 +134,11 @@ def gather(source, destination, runs, window, tiling=None, interpret=False, chec
   tiling = tiling or choose_tiling(source.shape[1], dtype.itemsize)
   is_new = isinstance(destination, jax.ShapeDtypeStruct)
   scalars = *searchable(runs), window
-  out_type = jax.typeof(source).update(shape=destination.shape)
-  out_shape = jax.ShapeDtypeStruct(
-    out_type.shape, dtype, manual_axis_type=out_type.manual_axis_type
-  )
-  in_hbm = lambda x: x
+  # Of the source's type, which inside shard_map knows the mesh axes along which it varies.
+  out_shape, in_hbm = jax.typeof(source).update(shape=destination.shape), lambda x: x
   if not interpret:
     # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM.
-    out_shape = pltpu.HBM.like(out_type)
+    out_shape = pltpu.HBM.like(out_shape)
     in_hbm = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
   of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   landing_rows = tiling.tile_rows + tiling.block_rows
