@@ -20,10 +20,8 @@ SMALL = ModelSize(
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 
 
-@pytest.mark.parametrize(
-  "choices, ways", [(CHOICES[:1], ["stash"]), long(CHOICES, ["save", "stash"])]
-)
-def test_small_model_keeps_the_promises(choices, ways):
+@pytest.mark.parametrize("choices", [CHOICES[:1], long(CHOICES)])
+def test_small_model_keeps_the_promises(choices):
   def row(way, residuals=""):
     names = tuple(residuals.split("+")) if residuals else ()
     # Small tiles compile faster, here of eight devices, four to a ring.
@@ -33,15 +31,13 @@ def test_small_model_keeps_the_promises(choices, ways):
 
   rows = [row("remat")]
   for residuals in choices:
-    found = {way: row(way, residuals) for way in ways}
-    rows += found.values()
-    stash = found["stash"]
-    stash["cpu_seconds"] = 0  # That it compiles as fast as `save` is for `make fit` to say.
-    assert stash["flops"] < rows[0]["flops"]
-    if save := found.get("save"):
-      # Half of what saving takes more than remat, at least: a quarter of its rows are there.
-      assert stash["peak_bytes"] - rows[0]["peak_bytes"] < save["peak_bytes"] - stash["peak_bytes"]
-      assert stash["flops"] == save["flops"]
+    save, stash = row("save", residuals), row("stash", residuals)
+    rows += [save, stash]
+    # Half of what saving takes more than remat, at least: a quarter of its rows are there.
+    assert stash["peak_bytes"] - rows[0]["peak_bytes"] < save["peak_bytes"] - stash["peak_bytes"]
+    assert stash["flops"] == save["flops"] < rows[0]["flops"]
+  for stash in rows[2::2]:  # That it compiles as fast as `save` is for `make fit` to say.
+    stash["cpu_seconds"] = 0
   assert fit.broken_promises(rows) == []
 
 
