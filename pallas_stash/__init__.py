@@ -2,10 +2,10 @@
 
 from pallas_stash import sizing
 from pallas_stash.checkpoint import checkpoint, StashedFunction
-from pallas_stash.debugging import debug
+from pallas_stash.checks.debugging import debug
+from pallas_stash.checks.padding_check import check_padding, PaddingReport
 from pallas_stash.gmm import gmm
 from pallas_stash.handover import seal, SLOT_NAME
-from pallas_stash.padding_check import check_padding, PaddingReport
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
 from pallas_stash.stash import Slot, Stash, StashStats

@@ -12,10 +12,10 @@ from jax import lax
 from pallas_stash import kernels
 from pallas_stash.arguments import describe
 from pallas_stash.batching import batch_alike
+from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.explanation import Explanation
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
-from pallas_stash.misplaced_rows import watch_results
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import Residuals, trace_forward
 from pallas_stash.stash import match_residuals, read_rows, Stash

@@ -8,12 +8,13 @@ import jax
 from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 
-from pallas_stash import debugging, kernels
+from pallas_stash import kernels
 from pallas_stash.arguments import as_array, as_groups, as_integer, describe
 from pallas_stash.batching import batch_alike
+from pallas_stash.checks import debugging
+from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
-from pallas_stash.misplaced_rows import watch_results
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import read_rows, Stash
 from pallas_stash.varying import vary_alike

@@ -21,8 +21,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 
-from pallas_stash import debugging
 from pallas_stash.arguments import describe, FIRST_ORDER_ONLY
+from pallas_stash.checks import debugging
 
 # The policy of an outer `jax.checkpoint` is to save this name: what it does not save, it replays.
 SLOT_NAME = "stash_slot"

@@ -14,11 +14,12 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_stash import arguments, debugging, dtypes, kernels
+from pallas_stash import arguments, dtypes, kernels
+from pallas_stash.checks import debugging
+from pallas_stash.checks.misplaced_rows import report_pushed
 from pallas_stash.handover import first_order_only, name_slot, next_number
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import LANES, round_up, row_alignment
-from pallas_stash.misplaced_rows import report_pushed
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import empty, refuse_sharded, vary_alike, vary_over, varying_axes
 

@@ -8,7 +8,7 @@ import glob
 import itertools
 import os
 
-from bench.tpu_environment import ENVIRONMENT
+from bench.tpu.environment import ENVIRONMENT
 
 OPTIMIZATION = "xla_backend_optimization_level"
 ON_TPU = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))

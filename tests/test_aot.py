@@ -1,11 +1,11 @@
-"""The instrument: what `bench.aot` counts in a compiled program."""
+"""The instrument: what `bench.tpu.aot` counts in a compiled program."""
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 

@@ -7,7 +7,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import sizing
-from tests.checks import assert_trees_equal
+from tests.helpers.checks import assert_trees_equal
 
 SPEC = jax.ShapeDtypeStruct((4,), jnp.float32)
 ROWS = np.ones((8, 4), np.float32)

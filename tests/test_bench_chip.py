@@ -7,8 +7,9 @@ import sys
 import jax
 import pytest
 
-from bench import chip, chip_copies, chip_steps
-from tests.support import ON_TPU
+from bench.chip import copies, steps
+from bench.chip import main as chip
+from tests.helpers.support import ON_TPU
 
 pytestmark = [
   pytest.mark.once,
@@ -16,16 +17,16 @@ pytestmark = [
 ]
 
 INTERPRETED = dataclasses.replace(
-  chip_steps.SMALL,
+  steps.SMALL,
   implementation="mosaic_interpret",
   dtypes=("bfloat16",),
 )
 
 
 def test_every_step_runs_here(capsys):
-  assert chip.run(list(chip_steps.STEPS), chip_steps.SMALL) == []
+  assert chip.run(list(steps.STEPS), steps.SMALL) == []
   printed = capsys.readouterr().out
-  assert printed.count("    ok in ") == len(chip_steps.STEPS)
+  assert printed.count("    ok in ") == len(steps.STEPS)
   assert "compact" in printed and "GB/s" in printed
 
 
@@ -43,20 +44,20 @@ def test_a_step_sees_rows_that_are_wrong(name, monkeypatch, capsys):
     *args, sizes, starts = args
     return update(*args, sizes - 1, starts, **options)
 
-  update = chip_copies.update
-  for module in chip_copies, chip_steps:
+  update = copies.update
+  for module in copies, steps:
     monkeypatch.setattr(module, "update", one_less)
-  chip_copies.jitted.cache_clear()
-  monkeypatch.setattr(chip_steps.ps, "seal", lambda x, stash: x)
+  copies.jitted.cache_clear()
+  monkeypatch.setattr(steps.ps, "seal", lambda x, stash: x)
   try:
-    assert chip.run([name], chip_steps.SMALL) == [name]
+    assert chip.run([name], steps.SMALL) == [name]
   finally:
-    chip_copies.jitted.cache_clear()
-  assert chip_steps.STEPS[name].if_not in capsys.readouterr().out
+    copies.jitted.cache_clear()
+  assert steps.STEPS[name].if_not in capsys.readouterr().out
 
 
 def test_a_step_sees_that_kernels_are_missing():
-  scale = dataclasses.replace(chip_steps.SMALL, is_tpu=True)
+  scale = dataclasses.replace(steps.SMALL, is_tpu=True)
   assert chip.run(["kernels"], scale) == ["kernels"]
 
 

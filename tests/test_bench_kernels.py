@@ -12,16 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import cases, report
-from bench.alternatives import ALTERNATIVES
-from bench.cases import DTYPES, KERNELS
-from bench.traffic import dma_rows, make_layout
+from bench.kernels import cases, report
+from bench.kernels.alternatives import ALTERNATIVES
+from bench.kernels.cases import DTYPES, KERNELS
+from bench.kernels.traffic import dma_rows, make_layout
 from pallas_stash import kernels
 from pallas_stash.kernels import mosaic_tpu
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
-from tests.checks import long
-from tests.support import ON_TPU
+from tests.helpers.checks import long
+from tests.helpers.support import ON_TPU
 
 pytestmark = pytest.mark.once
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import wall
-from tests.support import ON_TPU
+from bench.kernels import wall
+from tests.helpers.support import ON_TPU
 
 pytestmark = pytest.mark.once
 

@@ -11,10 +11,17 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices, once, OPTIMIZED
-from tests.support import IMPLEMENTATIONS, long_if_interpreted
+from tests.helpers.checks import (
+  assert_trees_equal,
+  is_any_nan,
+  long,
+  needs_devices,
+  once,
+  OPTIMIZED,
+)
+from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 8, 16, 4
 SAVE = jax.checkpoint_policies.save_only_these_names

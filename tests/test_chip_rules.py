@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash.kernels.tiling import row_alignment
 from reference import moe
-from tests.checks import long
-from tests.support import as_rows, IMPLEMENTATIONS
+from tests.helpers.checks import long
+from tests.helpers.support import as_rows, IMPLEMENTATIONS
 from tests.test_kernels import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 
 CHIPS = list(aot.TOPOLOGIES)

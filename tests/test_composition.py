@@ -4,16 +4,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.checks import assert_trees_equal, needs_devices
-from tests.composition import (
+from tests.helpers.checks import assert_trees_equal, needs_devices
+from tests.helpers.composition import (
   all_pairs,
   cases_of_all_options,
   cases_of_all_pairs,
   pairs_of,
   TRAINERS,
 )
-from tests.composition_check import check
-from tests.composition_model import LAYERS, plain
+from tests.helpers.composition_check import check
+from tests.helpers.composition_model import LAYERS, plain
 
 
 def parameters(cases, quick=None):

@@ -11,14 +11,14 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, long, needs_devices
-from tests.composition import AXES, Case, cases_of_all_pairs
-from tests.composition_check import check, expected_gradients
-from tests.composition_flax import LinenLayer, NnxLayer
-from tests.composition_layers import loss_function, MESH_AXES, mesh_of, RESIDUALS
-from tests.composition_model import (
+from tests.helpers.checks import assert_trees_equal, long, needs_devices
+from tests.helpers.composition import AXES, Case, cases_of_all_pairs
+from tests.helpers.composition_check import check, expected_gradients
+from tests.helpers.composition_flax import LinenLayer, NnxLayer
+from tests.helpers.composition_layers import loss_function, MESH_AXES, mesh_of, RESIDUALS
+from tests.helpers.composition_model import (
   dense_layer,
   experts,
   LAYERS,
@@ -27,7 +27,7 @@ from tests.composition_model import (
   SAVE,
   WIDTH,
 )
-from tests.composition_step import arguments, place
+from tests.helpers.composition_step import arguments, place
 
 ROWS = 200  # Enough for the experts of all layers but one, and no other size of the model.
 

@@ -15,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
-from tests import moe_training
-from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices
-from tests.support import random_bits
+from tests.helpers import moe_training
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices
+from tests.helpers.support import random_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 3
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -278,7 +278,7 @@ def test_programs_for_a_tpu(enabled):
 
 def test_the_environment_variable():
   program = (
-    "import pallas_stash as ps, pallas_stash.debugging as d;"
+    "import pallas_stash as ps, pallas_stash.checks.debugging as d;"
     "print(d.is_debugging(), ps.debug(False).__enter__() or d.is_debugging())"
   )
   environment = os.environ | {"PALLAS_STASH_DEBUG": "1", "JAX_PLATFORMS": "cpu"}

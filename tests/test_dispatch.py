@@ -17,8 +17,8 @@ import pallas_stash as ps
 from pallas_stash import kernels
 from pallas_stash.kernels import mosaic_tpu, xla
 from reference import ragged_rows
-from tests.checks import needs_devices
-from tests.support import assert_same_bits, integers, ON_TPU
+from tests.helpers.checks import needs_devices
+from tests.helpers.support import assert_same_bits, integers, ON_TPU
 
 ROWS, RESIDUALS = 40, 8
 RAGGED = ps.RaggedRows(np.array([13]), ROWS)

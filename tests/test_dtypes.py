@@ -10,9 +10,9 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import dtypes
 from reference import ragged_rows
-from tests.checks import once
-from tests.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
-from tests.support import (
+from tests.helpers.checks import once
+from tests.helpers.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
+from tests.helpers.support import (
   assert_same_bits,
   IMPLEMENTATIONS,
   long_if_interpreted,

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
-from tests.dtypes import TABLE
+from tests.helpers.dtypes import TABLE
 
 CHIPS = list(aot.TOPOLOGIES)
 ROWS, WIDTH = 64, 128

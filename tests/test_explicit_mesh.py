@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import needs_devices
+from tests.helpers.checks import needs_devices
 
 ROWS, WIDTH = 8, 4
 RAGGED = ps.RaggedRows(jnp.array([ROWS], jnp.int32), ROWS)

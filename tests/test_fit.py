@@ -7,9 +7,11 @@ from absl.testing import flagsaver
 import numpy as np
 import pytest
 
-from bench import aot, fit, fit_plot, fit_step, imbalance
-from bench.model_sizes import ModelSize, PRESETS
-from tests.checks import long
+from bench.fit import gradient_step, imbalance, plot
+from bench.fit import main as fit
+from bench.fit.model_sizes import ModelSize, PRESETS
+from bench.tpu import aot
+from tests.helpers.checks import long
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 
@@ -25,9 +27,9 @@ def test_small_model_keeps_the_promises(choices):
   def row(way, residuals=""):
     names = tuple(residuals.split("+")) if residuals else ()
     # Small tiles compile faster, here of eight devices, four to a ring.
-    step = fit_step.Step(SMALL, "v5p:2x2x2", way, names, tiling=(128, 128, 128))
+    step = gradient_step.Step(SMALL, "v5p:2x2x2", way, names, tiling=(128, 128, 128))
     found = dict(way=way, residuals=residuals or fit.NONE, layers=SMALL.layers)
-    return found | fit_step.compile_step(step)
+    return found | gradient_step.compile_step(step)
 
   rows = [row("remat")]
   for residuals in choices:
@@ -42,14 +44,16 @@ def test_small_model_keeps_the_promises(choices):
 
 
 def test_saving_deepseek_v3_is_refused():
-  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "save", ("mlpwo",)))
+  row = gradient_step.compile_step(gradient_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "save", ("mlpwo",)))
   assert not row["fits"]
   assert row["needed_bytes"] / 2**30 == pytest.approx(244, abs=2)
 
 
 @pytest.mark.long
 def test_offloading_deepseek_v3_is_refused():
-  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "offload", ("mlpwo",)))
+  row = gradient_step.compile_step(
+    gradient_step.Step(DEEPSEEK_V3, "v5p:8x8x4", "offload", ("mlpwo",))
+  )
   assert not row["fits"]
   assert row["host_bytes"] == 58 * 262_144 * 7168 * 2
 
@@ -57,8 +61,8 @@ def test_offloading_deepseek_v3_is_refused():
 @pytest.mark.long
 @pytest.mark.parametrize("topology", ["v5p:8x8x4", "v5p:8x16x16", "tpu7x:8x8x4"])
 def test_stashing_deepseek_v3_fits(topology):
-  row = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, topology, "stash", ("mlpwo",)))
-  remat = fit_step.compile_step(fit_step.Step(DEEPSEEK_V3, topology, "remat", ()))
+  row = gradient_step.compile_step(gradient_step.Step(DEEPSEEK_V3, topology, "stash", ("mlpwo",)))
+  remat = gradient_step.compile_step(gradient_step.Step(DEEPSEEK_V3, topology, "remat", ()))
   assert row["fits"]
   assert row["peak_bytes"] - remat["peak_bytes"] <= 1.02 * row["stash_bytes"]
   assert row["peak_bytes"] < aot.hbm_bytes(topology)
@@ -115,7 +119,7 @@ def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, re
   assert lines[2][1:4] == ("remat", "58", "yes") and lines[2][7] == "1.091"
   assert lines[3][1:4] == ("save", "58", "NO") and lines[3][7] == "-"
   assert fit.broken_promises(rows) == []
-  fit_plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
+  plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import fixed_chunks
+from bench.fit import fixed_chunks
 
 pytestmark = pytest.mark.once
 

@@ -10,8 +10,8 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import kernels
-from tests.checks import assert_trees_equal, is_any_nan, long, once
-from tests.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, once
+from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 M, K, N, GROUPS = 256, 128, 256, 4
 TILING = (128, 128, 128)

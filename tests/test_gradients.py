@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import moe_training
-from tests.checks import assert_trees_equal, is_any_nan, long, needs_devices
-from tests.moe_training import CONFIG
+from tests.helpers import moe_training
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices
+from tests.helpers.moe_training import CONFIG
 
 AMPLE = 10_000
 

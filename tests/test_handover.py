@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import handover
-from tests.checks import assert_trees_equal, is_any_nan
+from tests.helpers.checks import assert_trees_equal, is_any_nan
 
 ROWS, WIDTH, LAYERS = 8, 4, 3
 SAVE = jax.checkpoint_policies.save_only_these_names

@@ -19,9 +19,9 @@ from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
 from reference import ragged_rows
-from tests.checks import once, OPTIMIZED
-from tests.sampling import run_sampled
-from tests.support import (
+from tests.helpers.checks import once, OPTIMIZED
+from tests.helpers.sampling import run_sampled
+from tests.helpers.support import (
   as_rows,
   assert_same_bits,
   DTYPES,

@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import sizing
 from reference import ragged_rows
-from tests.checks import long, once, OPTIMIZED
-from tests.sampling import run_sampled
-from tests.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
+from tests.helpers.checks import long, once, OPTIMIZED
+from tests.helpers.sampling import run_sampled
+from tests.helpers.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
 
 INT32 = 2**31
 GIB = 2**30

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from pallas_stash.misplaced_rows import data_outside, zeros_inside
-from tests.checks import assert_trees_equal, long, needs_devices
+from pallas_stash.checks.misplaced_rows import data_outside, zeros_inside
+from tests.helpers.checks import assert_trees_equal, long, needs_devices
 
 ROWS, WIDTH, LAYERS, COUNT, START = 32, 8, 2, 9, 5
 SAVE = jax.checkpoint_policies.save_only_these_names

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from reference import moe
-from tests.checks import long, once
+from tests.helpers.checks import long, once
 
 ROWS, WIDTH, HIDDEN, GROUPS, TOKENS = 64, 8, 16, 4, 24
 SAVE = jax.checkpoint_policies.save_only_these_names

@@ -17,8 +17,8 @@ import pytest
 from pallas_stash import kernels
 from tests import test_kernels
 from tests.conftest import COMPLAINTS
-from tests.planted_faults import COMPACT, DETECTED, EXPAND, Fault, plant, UNDETECTED
-from tests.support import ON_TPU
+from tests.helpers.planted_faults import COMPACT, DETECTED, EXPAND, Fault, plant, UNDETECTED
+from tests.helpers.support import ON_TPU
 from tests.test_kernels import check, edge_cases, kernels_of
 
 pytestmark = [

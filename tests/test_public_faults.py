@@ -13,10 +13,10 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import sizing
-from tests import moe_training
-from tests.checks import assert_trees_equal, is_any_nan, needs_devices
-from tests.moe_training import CONFIG, SAVE
-from tests.support import integers
+from tests.helpers import moe_training
+from tests.helpers.checks import assert_trees_equal, is_any_nan, needs_devices
+from tests.helpers.moe_training import CONFIG, SAVE
+from tests.helpers.support import integers
 
 WIDTH, TOTAL_ROWS = 128, 32
 SPEC = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)]

@@ -10,8 +10,8 @@ import pytest
 
 from pallas_stash import RaggedRows
 from reference import ragged_rows
-from tests.sampling import run_sampled
-from tests.support import as_rows, layouts, start_rows
+from tests.helpers.sampling import run_sampled
+from tests.helpers.support import as_rows, layouts, start_rows
 
 MOST = 2**31 - 1
 

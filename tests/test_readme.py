@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal
+from tests.helpers.checks import assert_trees_equal
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 LAYERS, TOKENS, WIDTH, HIDDEN, EXPERTS = 3, 32, 8, 16, 4

@@ -16,7 +16,7 @@ import pytest
 
 import reference
 from reference import model, moe, ragged_rows
-from tests.checks import long
+from tests.helpers.checks import long
 
 pytestmark = pytest.mark.once
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal
+from tests.helpers.checks import assert_trees_equal
 
 ROWS, WIDTH = 8, 4
 SAVE = jax.checkpoint_policies.save_only_these_names

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from tests.sampling import as_test, run_sampled
+from tests.helpers.sampling import as_test, run_sampled
 from tests.test_kernels import check, UNEVEN
 
 pytestmark = pytest.mark.once

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, is_any_nan, OPTIMIZED
-from tests.support import IMPLEMENTATIONS, long_if_interpreted
+from tests.helpers.checks import assert_trees_equal, is_any_nan, OPTIMIZED
+from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
 XLA, MOSAIC = IMPLEMENTATIONS
 TOTAL_ROWS = 64

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.support import as_rows, assert_same_bits, IMPLEMENTATIONS, layouts
+from tests.helpers.support import as_rows, assert_same_bits, IMPLEMENTATIONS, layouts
 
 TOTAL_ROWS = 96
 CAPACITIES = (0, 8, 104, 256)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import assert_trees_equal, long
-from tests.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
+from tests.helpers.checks import assert_trees_equal, long
+from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 ROWS, WIDTH = 16, 8
 SIZES, STARTS = jnp.array([3, 2]), jnp.array([6, 1])

@@ -15,13 +15,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from bench import aot
+from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import kernels
 from pallas_stash.kernels.tiling import choose_tiling
 from reference import model, moe
-from tests.checks import long
-from tests.moe_training import SAVE, saving_ffn, stashing_ffn
+from tests.helpers.checks import long
+from tests.helpers.moe_training import SAVE, saving_ffn, stashing_ffn
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 

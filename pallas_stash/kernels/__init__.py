@@ -10,7 +10,8 @@ import jax
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_stash import debugging, dtypes
+from pallas_stash import dtypes
+from pallas_stash.checks import debugging
 from pallas_stash.kernels import dispatch
 from pallas_stash.ragged import CopyRuns
 

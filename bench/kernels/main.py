@@ -1,9 +1,9 @@
 """Compact and expand against the bandwidth floor, and against what users would pick instead.
 
-First nothing runs: each case is compiled for a TPU in a process of its own (`bench.static`), and
+First nothing runs: each case is compiled for a TPU in a process of its own (`static.py`), and
 reported are the compiler's estimated cycles, the bytes that the kernel moves by its plan
-(`bench.traffic`) and the floor, the cycles that memory bandwidth alone would take. This needs the
-environment of `make bench`. Then they run on the device that is here (`bench.wall`), for which any
+(`traffic.py`) and the floor, the cycles that memory bandwidth alone would take. This needs the
+environment of `make bench`. Then they run on the device that is here (`wall.py`), for which any
 environment will do: `python -m bench.kernels --noestimate`.
 
 Writes kernels.json, a row for each case, and kernels.png; and measured.json. With `--check` it
@@ -15,7 +15,7 @@ fails above 1.3.
 
 import os
 
-from bench.tpu_environment import ENVIRONMENT, has_accelerator
+from bench.tpu.environment import ENVIRONMENT, has_accelerator
 
 if not has_accelerator():  # Else what is measured is to run on it.
   os.environ.update(ENVIRONMENT)
@@ -26,12 +26,11 @@ import pathlib
 import subprocess
 import sys
 
-from absl import app, flags
+from absl import flags
 
-from bench import cases as all_cases
-from bench import report, wall
-from bench.alternatives import ALTERNATIVES
-from bench.traffic import dma_rows, make_layout
+from bench.kernels import cases, report, wall
+from bench.kernels.alternatives import ALTERNATIVES
+from bench.kernels.traffic import dma_rows, make_layout
 from pallas_stash.kernels.tiling import choose_tiling
 
 OUTPUT = flags.DEFINE_string("output", "build", "The folder for kernels.json and kernels.png.")
@@ -54,8 +53,8 @@ LEAST = 0.01  # An estimate below this part of the floor has not seen the DMAs, 
 
 def estimate_case(case):
   """Returns the row of a case, with a null estimate where the compiler gives none."""
-  itemsize = all_cases.itemsize(case)
-  if case["implementation"] == all_cases.OURS:
+  itemsize = cases.itemsize(case)
+  if case["implementation"] == cases.OURS:
     tiling = choose_tiling(case["width"], itemsize)
     layout = make_layout(case["layout"], case["rows"], case["total_rows"], case["offset"])
     rows_moved = sum(dma_rows(layout, case["kernel"], case["total_rows"], tiling))
@@ -65,7 +64,7 @@ def estimate_case(case):
     rows_moved = 2 * alternative.rows_moved(case["rows"], case["total_rows"])
     vmem_bytes = None
   bytes_moved = rows_moved * case["width"] * itemsize
-  floor = all_cases.floor_cycles(case["chip"], bytes_moved)
+  floor = cases.floor_cycles(case["chip"], bytes_moved)
   cycles, problem = cycles_of(case)
   if cycles is not None and cycles < LEAST * floor:
     cycles, problem = None, f"{cycles} cycles are no estimate"
@@ -78,7 +77,7 @@ def estimate_case(case):
 
 def cycles_of(case):
   """Returns the estimated cycles of a case and None; or None and why there is no estimate."""
-  command = [sys.executable, "-m", "bench.static", json.dumps(case)]
+  command = [sys.executable, "-m", "bench.kernels.static", json.dumps(case)]
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     return json.loads(done.stdout.splitlines()[-1])["estimated_cycles"], None
@@ -89,12 +88,12 @@ def cycles_of(case):
     return None, f"no estimate: {lines[-1] if lines else done.returncode}"
 
 
-def estimates(cases):
-  """Prints and returns the rows of cases."""
+def estimates(chosen):
+  """Prints and returns the rows of the chosen cases."""
   print(report.HEADER, flush=True)
   rows = []
   with concurrent.futures.ThreadPoolExecutor(JOBS.value) as pool:
-    for row in pool.map(estimate_case, cases):
+    for row in pool.map(estimate_case, chosen):
       print(report.describe(row), flush=True)
       rows.append(row)
   return rows
@@ -113,26 +112,22 @@ def measurements():
 def main(args):
   del args
   if UPDATE.value:
-    rows = estimates(all_cases.check_cases())
+    rows = estimates(cases.check_cases())
     BASELINE.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
     return
   if CHECK.value:
-    rows = estimates(all_cases.check_cases())
+    rows = estimates(cases.check_cases())
     sys.exit("\n".join(report.failures(rows, json.loads(BASELINE.read_text()))) or 0)
   if SWEEP.value:
-    rows = estimates(all_cases.sweep_cases())
+    rows = estimates(cases.sweep_cases())
     ratios = {report.name(row): report.of_prefix(row, rows) for row in rows}
     print("Of the prefix layout:", json.dumps(ratios, indent=1), sep="\n")
     sys.exit("\n".join(report.above_prefix(rows)) or 0)
   output = pathlib.Path(OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
   if ESTIMATE.value:
-    rows = estimates(all_cases.full_cases() if FULL.value else all_cases.default_cases())
+    rows = estimates(cases.full_cases() if FULL.value else cases.default_cases())
     (output / "kernels.json").write_text(json.dumps(rows, indent=1))
     report.plot(rows).savefig(output / "kernels.png", dpi=150)
   if MEASURE.value:
     (output / "measured.json").write_text(json.dumps(measurements(), indent=1))
-
-
-if __name__ == "__main__":
-  app.run(main)

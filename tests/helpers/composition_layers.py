@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 
 import pallas_stash as ps
-from tests.composition_flax import LAYERS_AS_MODULES
-from tests.composition_model import (
+from tests.helpers.composition_flax import LAYERS_AS_MODULES
+from tests.helpers.composition_model import (
   dense_layer,
   experts,
   HIDDEN,

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_stash.arguments import describe
-from pallas_stash.debugging import describe_row, is_debugging, say_if
+from pallas_stash.checks.debugging import describe_row, is_debugging, say_if
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.varying import vary_alike
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.checks import long
-from tests.dtypes import BY_NAME
+from tests.helpers.checks import long
+from tests.helpers.dtypes import BY_NAME
 
 ON_TPU = jax.default_backend() == "tpu"
 IMPLEMENTATIONS = ("xla", "mosaic" if ON_TPU else "mosaic_interpret")

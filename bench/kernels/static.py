@@ -1,6 +1,6 @@
 """Compiles one case for a TPU that this host does not have; prints the compiler's cycle estimate.
 
-Run as `python -m bench.static JSON`, one case to a process, as the compiler aborts on some of them.
+Run as `python -m bench.kernels.static JSON`, one case to a process: the compiler aborts on some.
 It needs jax 0.12.0.1 and libtpu 0.0.52, whose estimator alone follows manual DMAs (`make bench`
 installs them).
 """
@@ -9,7 +9,7 @@ installs them).
 import os
 import tempfile
 
-from bench.tpu_environment import ENVIRONMENT
+from bench.tpu.environment import ENVIRONMENT
 
 PROFILES = tempfile.mkdtemp()
 os.environ.update(ENVIRONMENT)
@@ -29,9 +29,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from bench import alternatives
-from bench.aot import TOPOLOGIES
-from bench.traffic import Layout, make_layout
+from bench.kernels import alternatives
+from bench.kernels.traffic import Layout, make_layout
+from bench.tpu.aot import TOPOLOGIES
 from pallas_stash.kernels import gather
 from pallas_stash.ragged import CopyRuns
 

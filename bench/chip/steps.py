@@ -12,9 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from bench import chip_copies, wall
-from bench.cases import BANDWIDTH
-from bench.chip_copies import assert_same_bits, slice_, update
+from bench.chip import copies
+from bench.chip.copies import assert_same_bits, slice_, update
+from bench.kernels import wall
+from bench.kernels.cases import BANDWIDTH
 import pallas_stash as ps
 from reference import ragged_rows
 
@@ -234,30 +235,30 @@ STEPS: dict[str, Any] = {
     "rows come through bit for bit, aligned and not, in every dtype",
     "If all rows are zero, an operand was in another memory than HBM; if only shifted rows are"
     " wrong, see `order`; if only one dtype, its view as words.",
-    chip_copies.bits,
+    copies.bits,
   ),
   "order": Step(
     "vector stores and loads through views of other dtypes, and DMAs from them, keep their order",
     "Rows near the edges of groups are stale: a load passed a store to the same landing slot, or a"
     " DMA left before the store.",
-    chip_copies.order,
+    copies.order,
   ),
   "cores": Step(
     "two cores share the rows and no HBM tile",
     "If half of the rows are missing, one core did not run; if rows where the halves meet are"
     " wrong, cores share a tile.",
-    chip_copies.cores,
+    copies.cores,
   ),
   "bounds": Step(
     "no DMA leaves its buffers, as the chip itself checks in the mode of `debug`",
     "A DMA leaves a buffer: the runtime names it.",
-    chip_copies.bounds,
+    copies.bounds,
   ),
   "many_calls": Step(
     "semaphores end at zero, stores are finished: kernels one after another",
     "If it hangs or halts, a semaphore is left raised; if rows are wrong, a kernel ends before its"
     " stores.",
-    chip_copies.many_calls,
+    copies.many_calls,
   ),
   "in_place": Step(
     "a donated stash is updated where it is",

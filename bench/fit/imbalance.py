@@ -12,7 +12,7 @@ differ is not modelled.
 from matplotlib.figure import Figure
 import numpy as np
 
-from bench.model_sizes import ModelSize
+from bench.fit.model_sizes import ModelSize
 import pallas_stash as ps
 
 RATIOS = (1.1, 1.25, 1.5, 2.0)  # the busiest device of a layer to the mean

@@ -1,12 +1,12 @@
 """Does the model fit? One gradient step at real size, compiled for a TPU topology, each way.
 
-Compiles the gradient step of a model's MoE layers (`bench/fit_step.py`) once for each way of
+Compiles the gradient step of a model's MoE layers (`gradient_step.py`) once for each way of
 keeping residuals,
 
   remat: nothing is kept, everything is recomputed;
   save: worst-case residuals in HBM;
   offload: worst-case residuals in pinned host memory;
-  draft: fixed chunks of 1.5 times the expected rows (`bench/fixed_chunks.py`);
+  draft: fixed chunks of 1.5 times the expected rows (`fixed_chunks.py`);
   stash: a stash of the routed rows,
 
 and for each choice of residuals. What does not fit is compiled once more at a depth where it does.
@@ -23,11 +23,12 @@ import subprocess
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 
-from bench import aot, fit_plot, fit_step, imbalance
-from bench.model_sizes import ModelSize, PRESETS
-from bench.tpu_environment import ENVIRONMENT
+from bench.fit import gradient_step, imbalance, plot
+from bench.fit.model_sizes import ModelSize, PRESETS
+from bench.tpu import aot
+from bench.tpu.environment import ENVIRONMENT
 
 MODEL = flags.DEFINE_enum("model", "deepseek-v3", PRESETS, "Whose published sizes to take.")
 TOPOLOGY = flags.DEFINE_string("topology", "v5p:8x8x4", "As libtpu names it.")
@@ -46,7 +47,7 @@ SIZES = {
   for field in dataclasses.fields(ModelSize)
 }
 
-OTHER_WAYS = set(fit_step.WAYS) - {"remat"}
+OTHER_WAYS = set(gradient_step.WAYS) - {"remat"}
 NAMES = {"mlpwi_0", "mlpwi_1", "mlpwo"}
 flags.register_validator(
   TOPOLOGY, lambda name: name.partition(":")[0] in aot.HBM_GIB, f"must be of {list(aot.HBM_GIB)}"
@@ -79,7 +80,7 @@ def main(args):
   table = [{key: row[key] for key in KEYS} for row in rows]
   (output / "fit.json").write_text(json.dumps(table, indent=2) + "\n")
   title = f"{MODEL.value}, {size.layers} MoE layers, {TOPOLOGY.value}"
-  figure = fit_plot.plot(rows, size.layers, aot.hbm_bytes(TOPOLOGY.value), title)
+  figure = plot.plot(rows, size.layers, aot.hbm_bytes(TOPOLOGY.value), title)
   figure.savefig(output / "fit.png", dpi=150)
   curves = imbalance.simulate(size)
   imbalance.plot(curves, title).savefig(output / "fit_imbalance.png", dpi=150)
@@ -100,7 +101,7 @@ def log(message):
 
 def step_of(size, way, residuals):
   names = () if residuals == NONE else tuple(residuals.split("+"))
-  return fit_step.Step(size, TOPOLOGY.value, way, names, IMBALANCE.value)
+  return gradient_step.Step(size, TOPOLOGY.value, way, names, IMBALANCE.value)
 
 
 def measure(size):
@@ -152,7 +153,7 @@ def compile_row(step):
   )
   name = f"{step.way} {residuals}, {step.size.layers} layers"
   log(f"compiling {name}")
-  command = [sys.executable, "-m", "bench.fit_step", json.dumps(dataclasses.asdict(step))]
+  command = [sys.executable, "-m", "bench.fit.gradient_step", json.dumps(dataclasses.asdict(step))]
   environment = os.environ | ENVIRONMENT
   process = subprocess.run(command, capture_output=True, text=True, env=environment)
   if process.returncode:  # libtpu may abort: that costs this row, not the table
@@ -252,7 +253,3 @@ def broken_promises(rows, spare_residuals=0):
         seconds = f"{row['cpu_seconds']:.1f} s, {save['cpu_seconds']:.1f} s of save"
         broken.append(f"{name}: to trace and compile takes {seconds}")
   return broken
-
-
-if __name__ == "__main__":
-  app.run(main)

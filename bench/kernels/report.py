@@ -1,6 +1,6 @@
 """What is printed, drawn and checked of the rows of the kernel benchmark."""
 
-from bench.cases import BANDWIDTH
+from bench.kernels.cases import BANDWIDTH
 
 CASE_KEYS = (
   *("chip", "kernel", "implementation", "layout", "occupancy", "width", "dtype", "rows", "offset"),

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 
-from bench import aot, fixed_chunks
-from bench.model_sizes import ModelSize
+from bench.fit import fixed_chunks
+from bench.fit.model_sizes import ModelSize
+from bench.tpu import aot
 import pallas_stash as ps
 from reference import model, moe
 

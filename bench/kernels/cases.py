@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from bench.alternatives import ALTERNATIVES
+from bench.kernels.alternatives import ALTERNATIVES
 
 # Of one JAX device: bytes a second, as https://cloud.google.com/tpu/docs states them a chip (a
 # tpu7x chip is two devices), and cycles a second, commonly quoted and not published as such.

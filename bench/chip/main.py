@@ -1,7 +1,7 @@
 """What to run first on a TPU: a few minutes, in the order in which a failure says most.
 
 `make chip`, or `python -m bench.chip`. The steps, and what each would show, are those of
-`bench.chip_steps`; `docs/on-a-tpu.md` says what else only a chip can settle. Each step is named
+`bench.chip.steps`; `docs/on-a-tpu.md` says what else only a chip can settle. Each step is named
 before it runs, so that where the chip halts, or hangs, the last line says in which. Fails if a step
 does; where there is no TPU it says so, runs nothing, and does not fail.
 
@@ -12,13 +12,13 @@ import sys
 import time
 import traceback
 
-from absl import app, flags
+from absl import flags
 import jax
 
-from bench import chip_steps
+from bench.chip import steps
 
 ANYWHERE = flags.DEFINE_bool("anywhere", False, "Run on what is here, small, if it is no TPU.")
-ONLY = flags.DEFINE_multi_enum("step", [], list(chip_steps.STEPS), "Only these, in this order.")
+ONLY = flags.DEFINE_multi_enum("step", [], list(steps.STEPS), "Only these, in this order.")
 
 NO_TPU = (
   "chip: NOTHING WAS RUN. There is no TPU here: JAX has {devices}. Run `make chip` on a TPU host;"
@@ -30,7 +30,7 @@ def run(names, scale) -> list[str]:
   """Runs steps, printing what each saw; returns the names of those that failed."""
   failed = []
   for number, name in enumerate(names, 1):
-    step = chip_steps.STEPS[name]
+    step = steps.STEPS[name]
     print(f"[{number}/{len(names)}] {name}: {step.shows} ...", flush=True)
     started = time.perf_counter()
     try:
@@ -49,12 +49,8 @@ def main(args):
   if not is_tpu and not ANYWHERE.value:
     print(NO_TPU.format(devices=", ".join(sorted({d.device_kind for d in jax.devices()}))))
     return
-  scale = chip_steps.ON_A_TPU if is_tpu else chip_steps.SMALL
-  failed = run(ONLY.value or list(chip_steps.STEPS), scale)
+  scale = steps.ON_A_TPU if is_tpu else steps.SMALL
+  failed = run(ONLY.value or list(steps.STEPS), scale)
   if failed:
     sys.exit(f"chip: FAILED: {', '.join(failed)}.")
   print("chip: all steps are right.")
-
-
-if __name__ == "__main__":
-  app.run(main)

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import optax
 
-from tests.checks import assert_trees_equal
-from tests.composition import EXAMPLES
-from tests.composition_model import EXPERTS, plain
-from tests.composition_step import arguments, OPTIMIZER, run
+from tests.helpers.checks import assert_trees_equal
+from tests.helpers.composition import EXAMPLES
+from tests.helpers.composition_model import EXPERTS, plain
+from tests.helpers.composition_step import arguments, OPTIMIZER, run
 
 TILE = 8  # Rows that a push of float32 is rounded up to.
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from pallas_stash.arguments import as_array, describe
 from pallas_stash.checkpoint import check_ragged, checkpoint
-from pallas_stash.misplaced_rows import data_outside, has_rows
-from pallas_stash.poisoning import ALL, NONE, run_poisoned
+from pallas_stash.checks.misplaced_rows import data_outside, has_rows
+from pallas_stash.checks.poison import ALL, NONE, run_poisoned
 from pallas_stash.ragged import RaggedRows
 
 

@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax
 
 import pallas_stash as ps
-from tests.composition import EXAMPLES
-from tests.composition_layers import loss_function, MESH_AXES, mesh_of, RESIDUALS
-from tests.composition_model import params_and_tokens, split_tokens
+from tests.helpers.composition import EXAMPLES
+from tests.helpers.composition_layers import loss_function, MESH_AXES, mesh_of, RESIDUALS
+from tests.helpers.composition_model import params_and_tokens, split_tokens
 
 OPTIMIZER = optax.adam(0.5, b1=0.5, b2=0.5)
 

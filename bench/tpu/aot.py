@@ -1,6 +1,6 @@
 """Compiles programs for TPUs that this host does not have, and reads the optimised HLO.
 
-The environment must be that of `bench.tpu_environment`.
+The environment must be that of `bench.tpu.environment`.
 """
 
 import collections

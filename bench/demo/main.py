@@ -34,7 +34,7 @@ from pydoc_data import topics
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 
-from bench import demo_plot
+from bench.demo import plot
 import pallas_stash as ps
 from reference import model, moe, ragged_rows
 
@@ -110,7 +110,7 @@ def main(args):
 
   output = pathlib.Path(OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
-  demo_plot.plot(saved.rows, WORST_CASE_ROWS, EXPECTED_ROWS, capacities).savefig(
+  plot.plot(saved.rows, WORST_CASE_ROWS, EXPECTED_ROWS, capacities).savefig(
     output / "demo.png", dpi=150
   )
   results = {
@@ -353,7 +353,3 @@ def print_table(saved: Training, stash: Training, half: Training):
     cells = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
     print("   ".join([first.ljust(widths[0]), *cells]))
   print()
-
-
-if __name__ == "__main__":
-  app.run(main)

@@ -9,7 +9,7 @@ Seconds on a machine that does something else as well say little: compare within
 
 import time
 
-from absl import app, flags
+from absl import flags
 import jax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
@@ -73,7 +73,3 @@ def main(argv):
       shapes = residuals if different else 1
       times = "".join(f"{s:10.2f}" for s in (*saved, *stashed, 1.5 * saved[0] + 0.3 * shapes))
       print(f"{residuals:9}{shapes:15}{times}", flush=True)
-
-
-if __name__ == "__main__":
-  app.run(main)

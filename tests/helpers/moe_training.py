@@ -11,7 +11,7 @@ import numpy as np
 
 import pallas_stash as ps
 from reference import model, moe
-from tests.checks import OPTIMIZED
+from tests.helpers.checks import OPTIMIZED
 
 SAVE = jax.checkpoint_policies.save_only_these_names
 NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-from tests.composition_model import LAYERS
+from tests.helpers.composition_model import LAYERS
 
 # The first option of each axis is the plain one. Devices are experts, or data x experts.
 AXES = {

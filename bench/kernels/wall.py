@@ -17,8 +17,8 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from bench.alternatives import ALTERNATIVES, slices
-from bench.cases import OCCUPANCIES, OURS
+from bench.kernels.alternatives import ALTERNATIVES, slices
+from bench.kernels.cases import OCCUPANCIES, OURS
 import pallas_stash as ps
 
 ROTATED = 2  # Sources and destinations that take turns.

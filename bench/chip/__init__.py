@@ -1,0 +1,1 @@
+"""`make chip`: what to run first on a TPU."""

@@ -1,0 +1,1 @@
+"""`make demo`: trains a small ring-of-experts model, with and without the stash."""

@@ -1,0 +1,1 @@
+"""`make bench`: the kernels against memory bandwidth, and beside what users would pick."""

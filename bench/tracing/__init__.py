@@ -1,0 +1,1 @@
+"""`python -m bench.tracing`: how long a stashed function takes to trace."""
