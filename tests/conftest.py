@@ -27,7 +27,7 @@ if not ON_TPU:
 from hypothesis import settings  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import sampling  # noqa: E402
+from tests.helpers import sampling  # noqa: E402
 
 settings.register_profile("pallas_stash", sampling.PROFILE)
 settings.load_profile("pallas_stash")
