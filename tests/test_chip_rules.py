@@ -20,8 +20,8 @@ import pallas_stash as ps
 from pallas_stash.kernels.tiling import row_alignment
 from reference import moe
 from tests.helpers.checks import long
+from tests.helpers.kernel_check import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 from tests.helpers.support import as_rows, IMPLEMENTATIONS
-from tests.test_kernels import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 
 CHIPS = list(aot.TOPOLOGIES)
 struct = jax.ShapeDtypeStruct

@@ -1,48 +1,18 @@
 """What shows that the backward pass reads the stash that the forward pass filled."""
 
-import contextlib
 import functools
-import inspect
 import re
 
 import jax
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import handover
 from tests.helpers.checks import assert_trees_equal, is_any_nan
-
-ROWS, WIDTH, LAYERS = 8, 4, 3
-SAVE = jax.checkpoint_policies.save_only_these_names
-RAGGED = ps.RaggedRows(jnp.array([ROWS], jnp.int32), ROWS)
-SPECS = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)]
-X = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
-WEIGHTS = jax.random.normal(jax.random.key(1), (LAYERS, WIDTH, WIDTH))
-FLAGS = "jax_remat3", "jax_custom_vjp3"
-RUNS_FLAGS = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
-
-
-def experts(x, w):
-  return jnp.sin(checkpoint_name(x @ w, "hidden"))
-
-
-stashed = ps.checkpoint(experts, policy=SAVE("hidden"))
-
-
-def layer(carry, w):
-  x, stash = carry
-  return stashed(stash, RAGGED, x, w)
-
-
-def with_gmm(carry, w):
-  x, stash = carry
-  sizes = jnp.array([ROWS], jnp.int32)
-  return ps.gmm(stash, x, w[None], sizes, grouped_matmul=lax.ragged_dot)
+from tests.helpers.three_layers import experts, layer, LAYERS, ROWS, SPECS, WEIGHTS, with_gmm, X
 
 
 def gradient_of(layers, capacity=LAYERS * ROWS):
@@ -239,90 +209,3 @@ def test_buffers_that_are_changed_without_the_count_are_seen_in_debug_only(capsy
     assert is_any_nan(gradient())
   jax.effects_barrier()
   assert "came back from the stash other than they were pushed" in capsys.readouterr().out
-
-
-# The implementations of `jax.checkpoint` and `jax.custom_vjp` that jax has beside its default.
-
-
-@contextlib.contextmanager
-def flags_on(*names):
-  before = {name: getattr(jax.config, name) for name in names}
-  for name in names:
-    jax.config.update(name, True)
-  yield
-  for name, value in before.items():
-    jax.config.update(name, value)
-
-
-@pytest.fixture(params=[FLAGS[:1], FLAGS[1:], FLAGS], ids=" and ".join)
-def flags(request):
-  if not RUNS_FLAGS:
-    pytest.skip("this jax cannot run a stash under them, and so they are refused")
-  with flags_on(*request.param):
-    yield
-
-
-@pytest.mark.skipif(RUNS_FLAGS, reason="this jax can run a stash under them")
-@pytest.mark.parametrize("base", [layer, with_gmm], ids=["checkpoint", "gmm"])
-@pytest.mark.parametrize("names", [FLAGS[:1], FLAGS[1:], FLAGS], ids=" and ".join)
-def test_flags_that_a_jax_cannot_run_are_refused(names, base):
-  with flags_on(*names), pytest.raises(ValueError, match=f"{names[0]}=True must be off with jax"):
-    base((X, ps.Stash.empty(8, SPECS)), WEIGHTS[0])
-
-
-WRAPS = {
-  "unwrapped": lambda layer: layer,
-  "slot": functools.partial(jax.checkpoint, policy=SAVE(ps.SLOT_NAME)),
-  "full": jax.checkpoint,
-}
-
-
-def scanned(base, wrap, capacity=LAYERS * ROWS):
-  def loss(weights):
-    step = WRAPS[wrap](lambda carry, w: (base(carry, w), None))
-    carry, _ = lax.scan(step, (X, ps.Stash.empty(capacity, SPECS)), weights)
-    return jnp.sum(ps.seal(*carry))
-
-  return loss
-
-
-@functools.cache
-def scanned_plainly(base):
-  plain = {layer: experts, with_gmm: lambda x, w: x @ w}[base]
-  loss = lambda weights: jnp.sum(lax.scan(lambda x, w: (plain(x, w), None), X, weights)[0])
-  return jax.jit(jax.value_and_grad(loss))(WEIGHTS)
-
-
-@pytest.mark.parametrize(
-  "base, wrap",
-  [*((layer, wrap) for wrap in WRAPS), (with_gmm, "slot")],
-  ids=[*WRAPS, "gmm"],
-)
-def test_gradients_with_the_flags_of_jax(flags, base, wrap):
-  compiled = jax.jit(jax.value_and_grad(scanned(base, wrap))).lower(WEIGHTS).compile()
-  # Products of three matrices of order one, summed in another order.
-  assert_close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-  jax.tree.map(assert_close, compiled(WEIGHTS), scanned_plainly(base))
-  buffer = f"{LAYERS * ROWS},128]"
-  assert f"f32[{buffer}" in compiled.as_text()
-  assert f"f32[{LAYERS},{buffer}" not in compiled.as_text()  # No layer saves the stash.
-
-
-def test_matmuls_with_the_flags_of_jax(flags):
-  """The forward pass is not replayed under any of them."""
-  matmuls = lambda loss: aot.compile(jax.grad(loss), WEIGHTS).matmuls(is_conditional=False).total()
-  saving = jax.checkpoint(experts, policy=SAVE("hidden"))
-
-  def saved(weights):
-    step = lambda x, w: (saving(x, w), None)
-    return jnp.sum(lax.scan(step, X, weights)[0])
-
-  assert matmuls(scanned(layer, "slot")) == matmuls(saved)
-
-
-def test_a_loss_under_checkpoint_with_the_flags_of_jax(flags):
-  """All of it, seal included, is run again in the backward pass."""
-  loss = jax.checkpoint(scanned(layer, "slot"))
-  assert_trees_equal(
-    jax.jit(jax.grad(loss))(WEIGHTS), jax.jit(jax.grad(scanned(layer, "slot")))(WEIGHTS)
-  )

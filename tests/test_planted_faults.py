@@ -15,11 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 import pytest
 
 from pallas_stash import kernels
-from tests import test_kernels
 from tests.conftest import COMPLAINTS
+from tests.helpers import kernel_check
+from tests.helpers.kernel_check import check, edge_cases, kernels_of
 from tests.helpers.planted_faults import COMPACT, DETECTED, EXPAND, Fault, plant, UNDETECTED
 from tests.helpers.support import ON_TPU
-from tests.test_kernels import check, edge_cases, kernels_of
 
 pytestmark = [
   pytest.mark.once,
@@ -53,7 +53,7 @@ def complaint_of(fault, monkeypatch, capsys):
   args = fault.case, fault.dtype, interpret
   used = dict(quickly_compiled(None, *args))
   used[fault.kernel] = quickly_compiled(fault, *args)[fault.kernel]
-  monkeypatch.setattr(test_kernels, "kernels_of", lambda *_: (used[COMPACT], used[EXPAND]))
+  monkeypatch.setattr(kernel_check, "kernels_of", lambda *_: (used[COMPACT], used[EXPAND]))
   inputs = list(enumerate(edge_cases(fault.case)))
   for seed, (layout, start) in sorted(inputs, key=lambda pair: pair[0] not in FIRST_TRIED):
     try:

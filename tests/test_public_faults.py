@@ -15,16 +15,23 @@ import pallas_stash as ps
 from pallas_stash import sizing
 from tests.helpers import moe_training
 from tests.helpers.checks import assert_trees_equal, is_any_nan, needs_devices
-from tests.helpers.moe_training import CONFIG, SAVE
+from tests.helpers.few_layers import (
+  assert_close,
+  check_gradient,
+  FEATURES,
+  gradient,
+  loss,
+  mask,
+  SAVE,
+  TOTAL_ROWS,
+  weights_of,
+  X,
+)
+from tests.helpers.moe_training import CONFIG
 from tests.helpers.support import integers
 
-WIDTH, TOTAL_ROWS = 128, 32
+WIDTH = 128
 SPEC = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)]
-
-
-def assert_close(actual, expected):
-  """XLA fuses, and so rounds, differently around a value that is stored; sums may cancel."""
-  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * (1 + np.abs(expected).max()))
 
 
 def values(seed):
@@ -59,60 +66,6 @@ def assert_restored(stash, slots, pushes):
     (restored,) = restore(stash, slot, ragged_of(rows))
     expected = np.where(np.arange(TOTAL_ROWS)[:, None] < rows, values(seed), 0)
     np.testing.assert_array_equal(restored, expected)
-
-
-# A model of a few layers, each of which routes so many rows to this device.
-
-FEATURES = 8
-X = jax.random.normal(jax.random.key(0), (TOTAL_ROWS, FEATURES))
-
-
-def weights_of(layers):
-  return jax.random.normal(jax.random.key(1), (layers, FEATURES, FEATURES)) / 3
-
-
-def mask(rows, count):
-  return jnp.where(jnp.arange(TOTAL_ROWS)[:, None] < count, rows, 0)
-
-
-def experts(rows, weights, count):
-  hidden = checkpoint_name(mask(rows @ weights, count), "residual")
-  return mask(jnp.sin(hidden) * hidden, count)
-
-
-def loss(weights, x, counts, capacity=None, fresh=lambda buffer: buffer):
-  """Returns the loss, and the statistics of the stash; without a capacity there is none."""
-  f = ps.checkpoint(experts, policy=SAVE("residual"))
-  if capacity is not None:
-    stash = ps.Stash.empty(capacity, [jax.ShapeDtypeStruct((FEATURES,), jnp.float32)])
-    stash.buffers = tuple(map(fresh, stash.buffers))
-  for layer, layer_weights in enumerate(weights):
-    args = x, layer_weights, counts[layer]
-    if capacity is None:
-      out = experts(*args)
-    else:
-      out, stash = f(stash, ps.RaggedRows(counts[layer][None], TOTAL_ROWS), *args)
-    x = x + out
-  if capacity is None:
-    return jnp.sum(x**2), None
-  return jnp.sum(ps.seal(x, stash) ** 2), jax.tree.map(lambda leaf: leaf[0], stash.stats())
-
-
-@functools.partial(jax.jit, static_argnames=("capacity", "fresh"))
-def gradient(weights, x, counts, **options):
-  return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(weights, x, counts, **options)
-
-
-def check_gradient(counts, capacity, **options):
-  """Compares with the gradient without a stash; returns it, and the statistics."""
-  args = weights_of(len(counts)), X, np.array(counts, np.int32)
-  (value, _), expected = gradient(*args)
-  (actual_value, stats), actual = gradient(*args, capacity=capacity, **options)
-  jax.tree.map(assert_close, (actual_value, actual), (value, expected))
-  return actual, jax.tree.map(int, stats)
-
-
-# The tests.
 
 
 def test_pushes_near_the_end_do_not_move_onto_earlier_rows():

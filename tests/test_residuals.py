@@ -1,4 +1,4 @@
-"""What becomes of each residual, what a user is told of it, and that a function is traced once."""
+"""What becomes of each residual, and what a user is told of it."""
 
 import functools
 import inspect
@@ -6,7 +6,6 @@ import pydoc
 import re
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
@@ -248,69 +247,3 @@ def test_static_arguments_are_refused(args, kwargs, message):
   ):
     with pytest.raises(ValueError, match=message):
       use()
-
-
-# Traced once.
-
-
-def counted(fun):
-  def count(*args):
-    count.traces += 1
-    return fun(*args)
-
-  count.traces = 0
-  return count
-
-
-@pytest.mark.parametrize("policy", [None, SAVE("hidden")], ids=["all", "names"])
-@pytest.mark.parametrize("layers", [1, 3])
-def test_a_function_is_traced_once(policy, layers):
-  """For its residuals, forward, backward, to be recomputed, and for all layers of its shapes."""
-  fun = counted(lambda x, w: jnp.sin(checkpoint_name(x @ w, "hidden")))
-  f = ps.checkpoint(fun, policy=policy)
-
-  def loss(w):
-    x, stash = X, ps.Stash.empty(8, f.residuals(RAGGED, X, w))
-    for _ in range(layers):
-      x, stash = f(stash, RAGGED, x, w)
-    return jnp.sum(ps.seal(x, stash))
-
-  jax.jit(jax.grad(loss)).lower(W)
-  assert fun.traces == 1
-
-
-def test_a_function_is_traced_once_in_a_scan_in_shard_map():
-  fun = counted(lambda x, w: jnp.sin(checkpoint_name(x @ w, "hidden")))
-  f = ps.checkpoint(fun, policy=SAVE("hidden"))
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
-
-  def loss(x, weights):
-    stash = ps.Stash.empty(16, f.residuals(RAGGED, x, weights[0]))
-    layer = lambda carry, w: (f(carry[1], RAGGED, carry[0], w), None)
-    layer = jax.checkpoint(layer, policy=SAVE(ps.SLOT_NAME))
-    return lax.psum(jnp.sum(ps.seal(*lax.scan(layer, (x, stash), weights)[0])), "x")
-
-  spec = jax.sharding.PartitionSpec
-  run = jax.shard_map(loss, mesh=mesh, in_specs=(spec("x"), spec()), out_specs=spec())
-  jax.jit(jax.grad(run, argnums=1)).lower(X, jnp.stack([W, W]))
-  assert fun.traces <= 2  # With weights that vary over devices, and with their shapes alone.
-
-
-@pytest.mark.parametrize("policy", [None, SAVE("hidden")], ids=["all", "names"])
-def test_python_state_is_read_once(policy):
-  """What is recomputed is what ran: the same keys, not the next ones."""
-  calls = iter(range(100))
-
-  def fun(x, w):
-    key = jax.random.key(next(calls))
-    hidden = checkpoint_name(x @ w, "hidden")
-    return jnp.sin(hidden) * jax.random.bernoulli(key, 0.5, hidden.shape)
-
-  f = ps.checkpoint(fun, policy=policy)
-  specs = f.residuals(RAGGED, X, W)
-
-  def gradient(capacity):
-    loss = lambda w: jnp.sum(ps.seal(*f(ps.Stash.empty(capacity, specs), RAGGED, X, w)))
-    return jax.jit(jax.value_and_grad(loss))(W)
-
-  jax.tree.map(assert_close, gradient(0), gradient(16))

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from tests.helpers.kernel_check import check, UNEVEN
 from tests.helpers.sampling import as_test, run_sampled
-from tests.test_kernels import check, UNEVEN
 
 pytestmark = pytest.mark.once
 

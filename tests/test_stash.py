@@ -9,42 +9,10 @@ import pytest
 
 import pallas_stash as ps
 from tests.helpers.checks import assert_trees_equal, is_any_nan, OPTIMIZED
+from tests.helpers.pushes import ragged_of, SPECS, stats_of, TOTAL_ROWS, values_of
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
 XLA, MOSAIC = IMPLEMENTATIONS
-TOTAL_ROWS = 64
-SPECS = [
-  jax.ShapeDtypeStruct((128,), jnp.bfloat16),
-  jax.ShapeDtypeStruct((3, 5), jnp.float32),
-  jax.ShapeDtypeStruct((128,), jnp.float16),
-]
-
-
-def values_of(specs, seed, ragged):
-  """Returns random rows with NaN in padding, and the same with zero there."""
-  keys = jax.random.split(jax.random.key(seed), len(specs))
-  row = np.arange(ragged.total_rows)
-  sizes = np.asarray(ragged.group_sizes)
-  starts = np.cumsum(sizes) - sizes if ragged.group_starts is None else ragged.group_starts
-  live = np.zeros(ragged.total_rows, bool)
-  for start, size in zip(np.asarray(starts), sizes, strict=True):
-    live |= (row >= start) & (row < start + size)
-  poisoned, expected = [], []
-  for key, spec in zip(keys, specs, strict=True):
-    rows = jax.random.normal(key, (ragged.total_rows, *spec.shape)).astype(spec.dtype)
-    mask = live.reshape(-1, *[1] * len(spec.shape))
-    poisoned.append(jnp.where(mask, rows, jnp.nan).astype(spec.dtype))
-    expected.append(jnp.where(mask, rows, 0).astype(spec.dtype))
-  return poisoned, expected
-
-
-def ragged_of(sizes, starts=None, total_rows=TOTAL_ROWS):
-  starts = None if starts is None else jnp.array(starts, jnp.int32)
-  return ps.RaggedRows(jnp.array(sizes, jnp.int32), total_rows, starts)
-
-
-def stats_of(stash):
-  return [int(x[0]) for x in stash.stats()[:4]]
 
 
 @pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
@@ -154,19 +122,6 @@ def test_a_push_without_rows_always_fits(capacity):
   assert_trees_equal(stash.restore(slot, nothing), tuple(expected))
 
 
-@pytest.mark.parametrize(
-  "sizes, starts",
-  [([5, -1], None), ([40, 40], None), ([5, 5], [0, 4]), ([5, 5], [60, 0]), ([2**31 - 1] * 2, None)],
-)
-def test_groups_that_make_no_sense_are_counted_and_store_nothing(sizes, starts):
-  ragged = ragged_of(sizes, starts)
-  stash = ps.Stash.empty(128, SPECS)
-  values = [jnp.ones((TOTAL_ROWS, *spec.shape), spec.dtype) for spec in SPECS]
-  after, slot = stash.push(values, ragged)
-  assert not slot.is_stored() and stats_of(after) == [0, 0, 0, 1]
-  assert_trees_equal(after.buffers, stash.buffers)
-
-
 def test_pop_frees_rows_last_in_first_out():
   first, second = ragged_of([16]), ragged_of([7])
   poisoned, expected = values_of(SPECS, 0, first)
@@ -179,16 +134,6 @@ def test_pop_frees_rows_last_in_first_out():
   stash, again = stash.push(poisoned, second)
   assert_trees_equal(stash.restore(again, second), tuple(expected_again))
   assert_trees_equal(stash.restore(slot, first), tuple(expected))
-
-
-def test_pop_out_of_order_breaks_the_stash_for_good():
-  ragged = ragged_of([8])
-  stash, first = ps.Stash.empty(24, SPECS).push(values_of(SPECS, 0, ragged)[0], ragged)
-  stash, second = stash.push(values_of(SPECS, 1, ragged)[0], ragged)
-  stash = stash.pop(first)
-  assert stats_of(stash)[0] == 16
-  stash = stash.pop(second)
-  assert is_any_nan(stash.restore(first, ragged)) and is_any_nan(stash.restore(second, ragged))
 
 
 def test_pop_of_what_was_not_stored_does_nothing():
@@ -244,66 +189,6 @@ def test_sufficient_rows_do_not_wrap_around():
   for expected in (2**31 - 1, 2**31 - 1):
     stash, _ = stash.push(values, ragged)
     assert int(stash.stats().sufficient_rows[0]) == expected
-
-
-def test_restore_with_other_groups_is_nan():
-  ragged = ragged_of([8])
-  stash, slot = ps.Stash.empty(8, SPECS).push(values_of(SPECS, 0, ragged)[0], ragged)
-  assert is_any_nan(stash.restore(slot, ragged_of([9])))
-
-
-@pytest.mark.parametrize(
-  "make, message",
-  [
-    (lambda: ps.Stash.empty(-1, SPECS), "capacity_rows=-1 must be at least 0"),
-    (lambda: ps.Stash.empty(1.5, SPECS), "capacity_rows=1.5 must be a static int"),
-    (lambda: ps.Stash.empty(8, SPECS, 0), "num_shards=0 must be at least 1"),
-    (lambda: ps.Stash.empty(8, []), "residuals is empty"),
-    (lambda: ps.Stash.empty(8, [jax.ShapeDtypeStruct((8,), jnp.int32)]), "floating-point dtype"),
-  ],
-)
-def test_empty_refuses(make, message):
-  with pytest.raises(ValueError, match=message):
-    make()
-
-
-@pytest.mark.parametrize(
-  "values, message",
-  [
-    ([jnp.zeros((64, 128), jnp.bfloat16)], "must be those that the stash was made for"),
-    ([jnp.zeros((64, *s.shape)) for s in SPECS], "must be those that the stash was made for"),
-    ([jnp.zeros((63, *s.shape), s.dtype) for s in SPECS], "must start with ragged.total_rows=64"),
-  ],
-)
-def test_push_refuses_other_residuals(values, message):
-  with pytest.raises(ValueError, match=message):
-    ps.Stash.empty(8, SPECS).push(values, ragged_of([3]))
-
-
-def test_a_stash_of_several_shards_is_refused_outside_shard_map():
-  ragged = ragged_of([3])
-  stash = ps.Stash.empty(8, SPECS, num_shards=4)
-  assert all(leaf.shape[0] % 4 == 0 for leaf in jax.tree.leaves(stash))
-  slot = ps.Slot(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
-  for use in (
-    lambda: stash.push(values_of(SPECS, 0, ragged)[0], ragged),
-    lambda: stash.restore(slot, ragged),
-    lambda: stash.pop(slot),
-  ):
-    with pytest.raises(ValueError, match="has 4 shards here and must have 1"):
-      use()
-
-
-def test_push_and_restore_refuse_to_be_differentiated():
-  ragged = ragged_of([3])
-  specs = [jax.ShapeDtypeStruct((4,), jnp.float32)]
-
-  def round_trip(x):
-    stash, slot = ps.Stash.empty(8, specs).push([x], ragged)
-    return stash.restore(slot, ragged)[0].sum()
-
-  with pytest.raises(NotImplementedError, match="second-order and forward-mode"):
-    jax.grad(round_trip)(jnp.ones((TOTAL_ROWS, 4)))
 
 
 def test_reset_frees_all_rows_and_counts_on():

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from pallas_stash.kernels import gather, mosaic_tpu, tile_words
-from tests.test_kernels import Case, MANY_TILES, UNEVEN
+from tests.helpers.kernel_check import Case, MANY_TILES, UNEVEN
 
 COMPACT, EXPAND = "compact", "expand"
 NOTHING = "pass"
