@@ -18,7 +18,8 @@ from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import Residuals, trace_forward
-from pallas_stash.stash import match_residuals, read_rows, Stash
+from pallas_stash.stash import read_rows, Stash
+from pallas_stash.storage import match_residuals
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
 
 
@@ -182,17 +183,18 @@ class StashedFunction:
     return pull_back(*cotangents)
 
   def _pull_back(self, found, slot, ragged, args, kwargs, ordinary, d_out, d_stash):
-    specs, stashed = d_stash.residuals, found.of_kind("stashed")
-    order = match_residuals(specs, [(row.shape[1:], row.dtype) for row in stashed])
-    operands = (d_stash.buffers, slot, ragged, args, kwargs)
+    stashed = found.of_kind("stashed")
+    order = match_residuals(d_stash.residuals, [(row.shape[1:], row.dtype) for row in stashed])
+    contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
+    operands = (contents, slot, ragged, args, kwargs)
 
-    def restore(buffers, slot, ragged, args, kwargs):
+    def restore(contents, slot, ragged, args, kwargs):
       del args, kwargs
-      rows = read_rows(specs, buffers, slot, ragged, slot.is_stored(), self._implementation)
+      rows = read_rows(contents, slot, ragged, slot.is_stored(), self._implementation)
       return tuple(rows[index] for index in order)
 
-    def recompute(buffers, slot, ragged, args, kwargs):
-      del buffers, slot, ragged
+    def recompute(contents, slot, ragged, args, kwargs):
+      del contents, slot, ragged
       rows = found.take("stashed", found.forward.evaluate((args, kwargs))[1])
       return vary_over(rows, varying_axes(operands))
 
