@@ -1,6 +1,7 @@
 """Activation memory of dropless mixture-of-experts training: keep the rows that are there."""
 
 from pallas_stash import sizing
+from pallas_stash.allocators import Slot
 from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.checks.debugging import debug
 from pallas_stash.checks.padding_check import check_padding, PaddingReport
@@ -8,7 +9,8 @@ from pallas_stash.gmm import gmm
 from pallas_stash.handover import seal, SLOT_NAME
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
-from pallas_stash.stash import Slot, Stash, StashStats
+from pallas_stash.stash import Stash
+from pallas_stash.stats import StashStats
 
 __version__ = "0.1.0"
 

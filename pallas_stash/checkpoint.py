@@ -1,6 +1,6 @@
 """`checkpoint`: `jax.checkpoint` whose saved values live in a stash."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 import functools
 import inspect
 import numbers
@@ -18,7 +18,8 @@ from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import Residuals, trace_forward
-from pallas_stash.stash import match_residuals, read_rows, Stash
+from pallas_stash.stash import read_rows, Stash
+from pallas_stash.storage import match_residuals
 from pallas_stash.varying import vary_alike, vary_over, varying_axes
 
 
@@ -41,6 +42,10 @@ def checkpoint(
   `ragged.total_rows`, except arguments of `fun` and constants that it closes over. They come back
   bit for bit, with zero in padding: a function whose result or gradient depends on what padding
   holds is not for a stash.
+
+  A function with a parameter named `group_sizes`, as grouped matmuls have, can be given the rows of
+  the worst-case buffer for `ragged`: `f(stash, rows.shape[0], rows, weights, group_sizes)`. Its
+  groups are then a prefix of the buffer.
 
   Under a `jax.checkpoint` around the layer, let its policy save `SLOT_NAME`. Without one, all
   arguments of `f` are kept for every layer at worst-case size, as `f.explain` shows.
@@ -78,7 +83,8 @@ class StashedFunction:
 
   Args of the call:
     stash: a `Stash`, made for `f.residuals(ragged, *args, **kwargs)`.
-    ragged: `RaggedRows`: where the rows of the worst-case buffers are.
+    ragged: `RaggedRows`: where the rows of the worst-case buffers are. Or an int, `total_rows`:
+      then they are a prefix, of the sizes that the function's own argument `group_sizes` gives.
     *args, **kwargs: of the function.
 
   Returns of the call:
@@ -113,10 +119,10 @@ class StashedFunction:
   def __repr__(self):
     return f"checkpoint({self._fun!r})"
 
-  def __call__(self, stash: Stash, ragged: RaggedRows, /, *args: Any, **kwargs: Any):
+  def __call__(self, stash: Stash, ragged: RaggedRows | int, /, *args: Any, **kwargs: Any):
     if not isinstance(stash, Stash):
       raise ValueError(f"The first argument, {describe(stash)}, must be a Stash.")
-    check_ragged(ragged)
+    ragged = as_ragged(ragged, self._fun, args, kwargs)
     check_arguments(args, kwargs)
     stash, ragged, args, kwargs = vary_alike(stash, ragged, args, kwargs)
     self._trace(args, kwargs)  # Here, so that what is wrong with them is said here.
@@ -125,7 +131,7 @@ class StashedFunction:
     return watch_results(out, ragged, name_slot), stash
 
   def residuals(
-    self, ragged: RaggedRows, /, *args: Any, **kwargs: Any
+    self, ragged: RaggedRows | int, /, *args: Any, **kwargs: Any
   ) -> list[jax.ShapeDtypeStruct]:
     """Returns a `jax.ShapeDtypeStruct(row_shape, dtype)` for each residual to stash.
 
@@ -142,9 +148,9 @@ class StashedFunction:
       jax.ShapeDtypeStruct(a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type) for a in avals
     ]
 
-  def find_residuals(self, ragged: RaggedRows, args: tuple, kwargs: dict) -> Residuals:
+  def find_residuals(self, ragged: RaggedRows | int, args: tuple, kwargs: dict) -> Residuals:
     """Returns the residuals of a call with these arguments."""
-    check_ragged(ragged)
+    ragged = as_ragged(ragged, self._fun, args, kwargs)
     check_arguments(args, kwargs)
     if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
       ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
@@ -152,7 +158,7 @@ class StashedFunction:
     forward = trace_forward(self._vjp, args, kwargs)
     return Residuals(forward, ragged.total_rows, _paths_of(args, kwargs))
 
-  def explain(self, ragged: RaggedRows, /, *args: Any, **kwargs: Any) -> Explanation:
+  def explain(self, ragged: RaggedRows | int, /, *args: Any, **kwargs: Any) -> Explanation:
     """Tells what becomes of each residual, and why. Print it to see a table.
 
     Args:
@@ -160,7 +166,7 @@ class StashedFunction:
     """
     found = self.find_residuals(ragged, args, kwargs)
     arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
-    return Explanation(ragged.total_rows, tuple(found.different), tuple(arguments))
+    return Explanation(found.total_rows, tuple(found.different), tuple(arguments))
 
   def _primal(self, stash, ragged, args, kwargs):
     return self._evaluate(*args, **kwargs), batch_alike(stash, (ragged, args, kwargs))
@@ -182,17 +188,18 @@ class StashedFunction:
     return pull_back(*cotangents)
 
   def _pull_back(self, found, slot, ragged, args, kwargs, ordinary, d_out, d_stash):
-    specs, stashed = d_stash.residuals, found.of_kind("stashed")
-    order = match_residuals(specs, [(row.shape[1:], row.dtype) for row in stashed])
-    operands = (d_stash.buffers, slot, ragged, args, kwargs)
+    stashed = found.of_kind("stashed")
+    order = match_residuals(d_stash.residuals, [(row.shape[1:], row.dtype) for row in stashed])
+    contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
+    operands = (contents, slot, ragged, args, kwargs)
 
-    def restore(buffers, slot, ragged, args, kwargs):
+    def restore(contents, slot, ragged, args, kwargs):
       del args, kwargs
-      rows = read_rows(specs, buffers, slot, ragged, slot.is_stored(), self._implementation)
+      rows = read_rows(contents, slot, ragged, slot.is_stored(), self._implementation)
       return tuple(rows[index] for index in order)
 
-    def recompute(buffers, slot, ragged, args, kwargs):
-      del buffers, slot, ragged
+    def recompute(contents, slot, ragged, args, kwargs):
+      del contents, slot, ragged
       rows = found.take("stashed", found.forward.evaluate((args, kwargs))[1])
       return vary_over(rows, varying_axes(operands))
 
@@ -223,11 +230,38 @@ class StashedFunction:
     return jaxpr, out
 
 
-def check_ragged(ragged: Any) -> None:
-  if not isinstance(ragged, RaggedRows):
+def as_ragged(
+  ragged: Any, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> RaggedRows:
+  """Returns the ragged rows of a call of `fun`.
+
+  Args:
+    ragged: they themselves; or an int, `total_rows`, of a prefix with the `group_sizes` of `fun`.
+    fun: a function.
+    args, kwargs: its arguments.
+
+  Raises:
+    ValueError: for anything else, and for an int where `fun` has no such parameter.
+  """
+  if isinstance(ragged, RaggedRows):
+    return ragged
+  if isinstance(ragged, bool) or not isinstance(ragged, numbers.Integral):
     raise ValueError(
-      f"The argument before those of the function, {describe(ragged)}, must be RaggedRows."
+      f"The argument before those of the function, {describe(ragged)}, must be RaggedRows, or an"
+      " int: the rows of the worst-case buffer."
     )
+  try:
+    signature = inspect.signature(fun)
+  except (TypeError, ValueError):  # Some callables of C have none.
+    signature = inspect.Signature()
+  if "group_sizes" not in signature.parameters:
+    raise ValueError(
+      f"{describe(ragged)} rows before the arguments of the function must be RaggedRows: it has no"
+      " parameter named group_sizes, to take the rows of each group from."
+    )
+  bound = signature.bind(*args, **kwargs)
+  bound.apply_defaults()
+  return RaggedRows(bound.arguments["group_sizes"], ragged)
 
 
 def check_arguments(args: Any, kwargs: Any) -> None:
@@ -258,7 +292,7 @@ def _signature_with_stash(fun):
   kind = inspect.Parameter.POSITIONAL_ONLY
   taken = [
     inspect.Parameter(name, kind, annotation=annotation)
-    for name, annotation in (("stash", Stash), ("ragged", RaggedRows))
+    for name, annotation in (("stash", Stash), ("ragged", RaggedRows | int))
   ]
   try:
     parameters = list(inspect.signature(fun).parameters.values())

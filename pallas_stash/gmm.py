@@ -153,8 +153,7 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   slot, ragged, rhs, group_sizes, group_offset = saved
   d_out, d_stash = cotangents
   # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
-  source = d_stash.residuals, d_stash.buffers, slot, ragged
-  (lhs,) = read_rows(*source, slot.is_stored(), implementation, padding)
+  (lhs,) = read_rows(d_stash, slot, ragged, slot.is_stored(), implementation, padding)
   product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
   _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
   d_stash, d_out = receive(d_stash, slot, d_out)

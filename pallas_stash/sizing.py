@@ -10,12 +10,20 @@ from collections.abc import Sequence
 import fractions
 import math
 import numbers
+import statistics
 from typing import Any
 
 from pallas_stash.arguments import describe, row_specs
 from pallas_stash.kernels.tiling import round_up
 
-__all__ = ["worst_case_rows", "expected_rows", "capacity_rows", "residual_bytes"]
+__all__ = [
+  "worst_case_rows",
+  "expected_rows",
+  "bucket_rows",
+  "capacity_rows",
+  "margin",
+  "residual_bytes",
+]
 
 
 def worst_case_rows(
@@ -59,6 +67,29 @@ def expected_rows(batch: int, seq: int, top_k: int, ep: int, num_experts: int | 
   return batch * seq * top_k
 
 
+def bucket_rows(num_experts: int, capacity: int, ep: int = 1) -> int:
+  """The rows of a device's buffer in which each of its experts has a bucket of `capacity` rows.
+
+  Such a layer drops what does not fit into a bucket. The rows that it keeps are ragged rows:
+
+      total_rows = sizing.bucket_rows(num_experts, capacity, ep)
+      group_starts = capacity * jnp.arange(num_experts // ep)
+      ragged = RaggedRows(jnp.minimum(group_sizes, capacity), total_rows, group_starts)
+
+  Args:
+    num_experts: experts of all devices together, a multiple of `ep`.
+    capacity: rows of a bucket.
+    ep: devices that the experts are spread over.
+
+  Returns:
+    `num_experts // ep * capacity`.
+  """
+  num_experts, capacity, ep = _positive_ints(num_experts=num_experts, capacity=capacity, ep=ep)
+  if num_experts % ep:
+    raise ValueError(f"{num_experts=} must be a multiple of {ep=}")
+  return num_experts // ep * capacity
+
+
 def capacity_rows(
   batch: int,
   seq: int,
@@ -90,6 +121,64 @@ def capacity_rows(
   rows = math.ceil(expected * _positive_fraction(margin))
   rows = min(rows, worst_case_rows(batch, seq, top_k, ep, num_experts))
   return layers * round_up(rows, row_alignment)
+
+
+def margin(
+  mean_rows: numbers.Real,
+  spread_rows: numbers.Real,
+  *,
+  expected_rows: int,
+  layers: int,
+  recomputed_share: numbers.Real = 0.001,
+) -> float:
+  """The `margin` of `capacity_rows` that observed rows call for.
+
+  The model: the rows of a layer on a device are independent of those of other layers, and normal
+  with the same mean and spread. The layers share one capacity `C` and push in order; a push that
+  does not fit stores nothing.
+
+  The first k layers then have `S_k` rows, normal with mean `k * mean_rows` and spread `sqrt(k) *
+  spread_rows`. Layer k fits if all up to it do, `S_k <= C`. So the probability that layer k is
+  recomputed is at most `P(S_k > C)` (as in renewal theory, where `N(C) < k` is `S_k > C`), and
+  the share of layers that is recomputed at most the mean of that over k. This is the least `C` for
+  which that bound is `recomputed_share`. Later layers that still fit make the share smaller, by
+  little where it is small: mostly the last layer is the only one.
+
+  The model is wrong where layers are alike. If the same experts are popular in all of them, rows do
+  not even out: the spread of the sum is up to `layers * spread_rows`, not `sqrt(layers) *
+  spread_rows`, and this margin is too small. The busiest device decides; take its own mean and
+  spread, over layers and steps, if devices differ for long. Then compare with `sufficient_rows` of
+  `Stash.stats`, which assumes nothing.
+
+  Args:
+    mean_rows: mean of the rows of a layer on a device, over layers, steps and devices. A push
+      takes whole tiles of the stash, half a tile more on average; add that where it matters.
+    spread_rows: their standard deviation.
+    expected_rows: of perfect balance, what `margin` is a multiple of: see `expected_rows`.
+    layers: layers that push into the stash.
+    recomputed_share: the share of layers, over devices and steps, that may be recomputed.
+
+  Returns:
+    The margin. `capacity_rows` limits it to the worst case.
+  """
+  mean_rows = _number("mean_rows", mean_rows, "above zero", lambda x: x > 0)
+  spread_rows = _number("spread_rows", spread_rows, "zero or more", lambda x: x >= 0)
+  share = _number("recomputed_share", recomputed_share, "between 0 and 1", lambda x: 0 < x < 1)
+  expected_rows, layers = _positive_ints(expected_rows=expected_rows, layers=layers)
+  if not spread_rows:
+    return mean_rows / expected_rows
+  sums = [
+    statistics.NormalDist(k * mean_rows, math.sqrt(k) * spread_rows) for k in range(1, layers + 1)
+  ]
+  # P(S_k > rows), mirrored at the mean: of 1 - cdf, what is small would be lost to rounding.
+  is_enough = lambda rows: sum(s.cdf(2 * s.mean - rows) for s in sums) <= share * layers
+  low, high = 0.0, layers * mean_rows
+  while not is_enough(high):
+    low, high = high, 2 * high
+  while high - low > 1e-6 * mean_rows:
+    middle = (low + high) / 2
+    low, high = (low, middle) if is_enough(middle) else (middle, high)
+  return high / (layers * expected_rows)
 
 
 def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:
@@ -131,6 +220,13 @@ def _positive_ints(**values) -> list[int]:
 
 def _is_integer(value):
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _number(name, value, what, is_right) -> float:
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not is_number or not math.isfinite(value) or not is_right(value):
+    raise ValueError(f"{name}={describe(value)} must be a finite number, {what}")
+  return float(value)
 
 
 def _positive_fraction(margin) -> fractions.Fraction:

@@ -42,9 +42,14 @@ def dynamic_update_slice(
   TPU the operand is copied if its width is no multiple of 128 or its rows no multiple of 8 (32 for
   one-byte elements).
 
+  One value a row, such as token ids, is [operand_rows], and moved as a buffer of one column. On a
+  TPU the kernel takes 128 columns for it, about 1 KiB of temporary memory a row: 256 MiB for
+  262,144 rows of int32. With `implementation="xla"` it is 1 MiB at most, and a loop moves 32 rows a
+  step.
+
   Args:
-    operand: any array; with `group_sizes`, [operand_rows, width].
-    update: any array that `lax` takes; with `group_sizes`, [total_rows, width].
+    operand: any array; with `group_sizes`, [operand_rows, width] or [operand_rows].
+    update: any array that `lax` takes; with `group_sizes`, [total_rows, width] or [total_rows].
     start_indices: one integer for each axis of the operand; negative ones count from the end. With
       `group_sizes` whole rows are written, so that the second has no effect (`lax` clamps it to 0).
     group_sizes: int[groups], rows of each group.
@@ -58,24 +63,28 @@ def dynamic_update_slice(
     An array of the operand's shape and dtype.
 
   Raises:
-    ValueError: with `group_sizes`, for other ranks than 2, widths or dtypes that differ, a dtype
-      that nothing moves (float6, int1) or that `implementation` does not, or anything that
-      `RaggedRows` refuses; where the program is lowered for a TPU, float64 and two-bit integers.
+    ValueError: with `group_sizes`, for other ranks than 1 and 2, ranks, widths or dtypes that
+      differ, a dtype that nothing moves (float6, int1) or that `implementation` does not, or
+      anything that `RaggedRows` refuses; where the program is lowered for a TPU, float64 and
+      two-bit integers.
   """
   if group_sizes is None:
     _refuse_starts(group_starts)
     return lax.dynamic_update_slice(operand, update, start_indices)
   operand, update = as_array("operand", operand), as_array("update", update)
-  start = _first_row("operand", operand, start_indices)
-  _check_rank("update", update)
-  if update.shape[1] != operand.shape[1]:
+  start = _first_row(operand, start_indices)
+  if update.ndim != operand.ndim:
+    raise ValueError(f"update of shape {update.shape} must have rank {operand.ndim}, as operand.")
+  if update.shape[1:] != operand.shape[1:]:
     raise ValueError(f"{update.shape=} must have the width of {operand.shape=}: rows are whole.")
   if update.dtype != operand.dtype:
     raise ValueError(f"{update.dtype=} must equal {operand.dtype=}.")
   _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, update.shape[0], group_starts)
   refuse_sharded(operand=operand, update=update, start_indices=start, ragged=ragged)
-  return _update(implementation, *vary_alike(operand, update, start, ragged))
+  columns = _as_columns(operand), _as_columns(update)
+  out = _update(implementation, *vary_alike(*columns, start, ragged))
+  return out.reshape(operand.shape)
 
 
 def dynamic_slice(
@@ -102,10 +111,11 @@ def dynamic_slice(
   Differentiable in reverse mode.
 
   Args:
-    operand: any array; with `group_sizes`, [operand_rows, width].
+    operand: any array; with `group_sizes`, [operand_rows, width] or [operand_rows].
     start_indices: one integer for each axis of the operand; negative ones count from the end. With
       `group_sizes` whole rows are read, so that the second has no effect (`lax` clamps it to 0).
-    slice_sizes: static size of the result in each axis; with `group_sizes`, (total_rows, width).
+    slice_sizes: static size of the result in each axis; with `group_sizes`, (total_rows, width) or
+      (total_rows,).
     group_sizes: int[groups], rows of each group.
     group_starts: int[groups], first row of each group in the result; None: the exclusive cumulative
       sum of `group_sizes`.
@@ -120,29 +130,33 @@ def dynamic_slice(
     An array of shape `slice_sizes` and the operand's dtype.
 
   Raises:
-    ValueError: for an unknown `padding`; with `group_sizes`, for other ranks than 2, a width other
-      than the operand's, or anything else that `dynamic_update_slice` refuses.
+    ValueError: for an unknown `padding`; with `group_sizes`, for other ranks than 1 and 2, a rank
+      or width other than the operand's, or anything else that `dynamic_update_slice` refuses.
   """
   kernels.check_padding(padding)
   if group_sizes is None:
     _refuse_starts(group_starts)
     return lax.dynamic_slice(operand, start_indices, slice_sizes)
   operand = as_array("operand", operand)
-  start = _first_row("operand", operand, start_indices)
+  start = _first_row(operand, start_indices)
   try:
     slice_sizes = tuple(slice_sizes)
   except TypeError as error:
     described = describe(slice_sizes)
     raise ValueError(f"slice_sizes={described} must be (total_rows, width).") from error
   slice_sizes = tuple(static_int(f"slice_sizes[{i}]", size) for i, size in enumerate(slice_sizes))
-  if len(slice_sizes) != 2 or slice_sizes[1] != operand.shape[1]:
-    raise ValueError(
-      f"{slice_sizes=} must be (total_rows, width) with the width of {operand.shape=}."
-    )
+  if len(slice_sizes) != operand.ndim or slice_sizes[1:] != operand.shape[1:]:
+    what = "(total_rows,) for" if operand.ndim == 1 else "(total_rows, width) with the width of"
+    raise ValueError(f"{slice_sizes=} must be {what} {operand.shape=}.")
   _check_dtype(operand.dtype, implementation)
   ragged = RaggedRows(group_sizes, slice_sizes[0], group_starts)
   refuse_sharded(operand=operand, start_indices=start, ragged=ragged)
-  return _slice(implementation, padding, *vary_alike(operand, start, ragged))
+  out = _slice(implementation, padding, *vary_alike(_as_columns(operand), start, ragged))
+  return out.reshape(slice_sizes)
+
+
+def _as_columns(array):
+  return array if array.ndim == 2 else array[:, None]
 
 
 def _refuse_starts(group_starts):
@@ -156,19 +170,15 @@ def _check_dtype(dtype, implementation):
   kernels.check_implementation(implementation, dtype)
 
 
-def _check_rank(name, array):
-  if array.ndim != 2:
-    raise ValueError(f"{name} of shape {array.shape} must have rank 2 where rows are ragged.")
-
-
-def _first_row(name, operand, start_indices):
+def _first_row(operand, start_indices):
   """Returns the start row as int32[], negative ones counted from the end as in `lax`."""
-  _check_rank(name, operand)
+  if operand.ndim not in (1, 2):
+    raise ValueError(f"operand of shape {operand.shape} must have rank 1 or 2: rows are ragged.")
   has_axes = isinstance(start_indices, list | tuple) or getattr(start_indices, "ndim", 0) == 1
-  if not has_axes or len(start_indices) != 2:
+  if not has_axes or len(start_indices) != operand.ndim:
     start_indices = describe(start_indices)
     raise ValueError(f"{start_indices=!s} must have one entry for each axis of {operand.shape=}.")
-  start, _ = (as_integer("start index", start_indices[axis]) for axis in range(2))
+  start, *_ = (as_integer("start index", start_indices[axis]) for axis in range(operand.ndim))
   start = as_int32(start)
   return jnp.where(start < 0, start + operand.shape[0], start)
 

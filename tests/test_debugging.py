@@ -70,7 +70,7 @@ change_in_backward.defvjp(lambda stash, row: (stash, row), _change)
 
 
 def with_buffers(stash, *buffers):
-  return ps.Stash(stash.residuals, buffers, stash.top, stash.counters, stash.canary)
+  return dataclasses.replace(stash, buffers=buffers)
 
 
 def arguments(changed_row=ROOM, group_sizes=RAGGED.group_sizes):

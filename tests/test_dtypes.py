@@ -12,6 +12,7 @@ from pallas_stash import dtypes
 from reference import ragged_rows
 from tests.helpers.checks import once
 from tests.helpers.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
+from tests.helpers.stashes import with_rows_taken
 from tests.helpers.support import (
   assert_same_bits,
   IMPLEMENTATIONS,
@@ -118,7 +119,7 @@ def test_stash(implementation, dtype):
       return
     _, restored = push_and_restore(implementation, stash, value, ragged)
     assert_same_bits(restored, nothing_but(np.asarray(ragged.is_in_group())[:, None], value))
-    stash.top += 32  # Nothing fits any more.
+    stash = with_rows_taken(stash, 32)  # Nothing fits any more.
     slot, lost = push_and_restore(implementation, stash, value, ragged)
   assert not slot.is_stored() and np.isnan(np.asarray(lost)).all()
 

@@ -18,6 +18,7 @@ from pallas_stash import sizing
 from reference import ragged_rows
 from tests.helpers.checks import long, once, OPTIMIZED
 from tests.helpers.sampling import run_sampled
+from tests.helpers.stashes import with_rows_taken
 from tests.helpers.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
 
 INT32 = 2**31
@@ -88,7 +89,7 @@ def test_a_stash_filled_to_its_end(dtype, elements, gib):
   spec = struct((WIDTH,), jnp.dtype(dtype))
   capacity = elements // WIDTH + ROWS
   stash = ps.Stash.empty(capacity, [spec])
-  stash.top = jnp.full((1,), capacity - 64, jnp.int32)  # As behind pushes that filled the rest.
+  stash = with_rows_taken(stash, capacity - 64)  # As behind pushes that filled the rest.
   ragged = ps.RaggedRows(SIZES, ROWS, STARTS)
   push = jax.jit(lambda stash, *args: stash.push(*args), donate_argnums=0)
   rows = np.random.default_rng(0).integers(-8, 8, (ROWS, WIDTH)).astype(spec.dtype)

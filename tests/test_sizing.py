@@ -1,5 +1,6 @@
 """Sizing: a published table, then the properties that hold for every configuration."""
 
+import dataclasses
 import fractions
 import math
 import types
@@ -11,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench.fit import imbalance
+from bench.fit.model_sizes import PRESETS
 from pallas_stash import sizing
+from pallas_stash.allocators import Bump
 
 GIB = 2**30
 DEEPSEEK_V3 = dict(batch=2, seq=4096, top_k=8, ep=4)
@@ -121,3 +125,92 @@ def test_errors_name_the_value(change, message):
 def test_residual_bytes_wants_a_row_count(rows):
   with pytest.raises(ValueError, match=f"rows={rows} must be an integer, zero or more"):
     sizing.residual_bytes(rows, [ROUTED_ROW])
+
+
+def test_bucket_rows():
+  assert sizing.bucket_rows(256, 512, 4) == 64 * 512
+  assert sizing.bucket_rows(8, 16) == 128
+  with pytest.raises(ValueError, match="num_experts=6 must be a multiple of ep=4"):
+    sizing.bucket_rows(6, 16, 4)
+  with pytest.raises(ValueError, match="capacity=0 must be a positive integer"):
+    sizing.bucket_rows(8, 0)
+
+
+@jax.jit
+def recomputed_share(rows, capacity):
+  """The share of int32[layers, devices] that a stash of `capacity` rows does not take."""
+
+  def push(allocator, rows):
+    is_stored = allocator.has_room(rows)
+    return allocator.take(rows, is_stored)[0], ~is_stored
+
+  # Of more rows, the first of which are taken: one program for every capacity.
+  allocator = Bump.empty(2**30, 1, 1)
+  allocator = dataclasses.replace(allocator, top=allocator.capacity - capacity + allocator.top)
+  of_device = lambda rows: jax.lax.scan(push, allocator, rows)[1]
+  return jnp.mean(jax.vmap(of_device, 1)(rows))
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02])
+@pytest.mark.parametrize("layers, spread", [(58, 200), (58, 20), (8, 300)])
+def test_margin_is_that_of_the_model(layers, spread, share):
+  """The bound holds, and is no more than twice what is recomputed."""
+  expected, mean = 1000, 980
+  margin = sizing.margin(
+    mean, spread, expected_rows=expected, layers=layers, recomputed_share=share
+  )
+  rng = np.random.default_rng(0)
+  rows = np.maximum(0, rng.normal(mean, spread, (layers, 100_000))).astype(np.int32)
+  found = recomputed_share(rows, int(margin * expected * layers))
+  assert share / 2 < found < 1.1 * share  # The sample's own error is below 5%.
+
+
+@pytest.mark.parametrize("ratio", [1.1, 1.5])
+def test_margin_of_simulated_routing(ratio):
+  size = PRESETS["deepseek-v3"]
+  routing = imbalance.routing(size)
+  concentration = imbalance.concentration_of(size, ratio)
+  share, rng = 0.005, np.random.default_rng(7)
+
+  def found(is_persistent):
+    rows = imbalance.device_rows(rng, size, concentration, is_persistent)
+    margin = sizing.margin(
+      rows.mean(),
+      rows.std(),
+      expected_rows=sizing.expected_rows(*routing),
+      layers=size.layers,
+      recomputed_share=share,
+    )
+    capacity = sizing.capacity_rows(*routing, layers=size.layers, margin=margin)
+    return imbalance.recomputed_share(rows, capacity)
+
+  assert found(False) < 1.5 * share  # Of 64 rings, each of devices that share its tokens.
+  assert found(True) > 5 * share  # Popular in all layers: not what is modelled.
+
+
+def test_margin_at_its_ends():
+  options = dict(expected_rows=1000, layers=10)
+  assert sizing.margin(1100, 0, **options) == 1.1
+  shares = [0.5, 0.1, 0.01, 1e-6, 1e-12]
+  margins = [sizing.margin(1000, 100, recomputed_share=s, **options) for s in shares]
+  assert margins == sorted(margins) and len(set(margins)) == len(shares)
+  assert margins[-1] < 1.3  # Seven spreads of the sum.
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(mean_rows=0), "mean_rows=0 must be a finite number, above zero"),
+    (dict(mean_rows=math.nan), "mean_rows=nan must be a finite number, above zero"),
+    (dict(spread_rows=-1), "spread_rows=-1 must be a finite number, zero or more"),
+    (dict(spread_rows="1"), "spread_rows='1' must be a finite number, zero or more"),
+    (dict(recomputed_share=0), "recomputed_share=0 must be a finite number, between 0 and 1"),
+    (dict(recomputed_share=1), "recomputed_share=1 must be a finite number, between 0 and 1"),
+    (dict(layers=0), "layers=0 must be a positive integer"),
+    (dict(expected_rows=1.5), "expected_rows=1.5 must be a positive integer"),
+  ],
+)
+def test_margin_names_the_value(change, message):
+  good = dict(mean_rows=10, spread_rows=1, expected_rows=10, layers=2, recomputed_share=0.1)
+  with pytest.raises(ValueError, match=f"^{message}$"):
+    sizing.margin(**(good | change))

@@ -208,7 +208,7 @@ BOTH = [update_of, slice_of]
     (BOTH, dict(group_sizes=[1.0]), "group_sizes of dtype float32 must have an integer dtype"),
     (BOTH, dict(group_starts=[1]), r"group_starts of shape \(1,\) must have one entry for each"),
     (BOTH, dict(implementation="cuda"), "implementation='cuda' must be one of"),
-    (BOTH, dict(operand=(4,), start=(0,)), r"operand of shape \(4,\) must have rank 2"),
+    (BOTH, dict(operand=(4, 2, 1)), r"operand of shape \(4, 2, 1\) must have rank 1 or 2"),
     (BOTH, dict(start=(0,)), r"start_indices=\(0,\) must have one entry for each axis"),
     (BOTH, dict(start=(0.0, 0)), r"start index 0.0 of shape \(\) must be an integer scalar"),
     (BOTH, dict(start=([0], 0)), r"start index .* of shape \(1,\) must be an integer scalar"),

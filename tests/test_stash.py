@@ -10,6 +10,7 @@ import pytest
 import pallas_stash as ps
 from tests.helpers.checks import assert_trees_equal, is_any_nan, OPTIMIZED
 from tests.helpers.pushes import ragged_of, SPECS, stats_of, TOTAL_ROWS, values_of
+from tests.helpers.stashes import with_allocator, with_rows_taken
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
 XLA, MOSAIC = IMPLEMENTATIONS
@@ -158,7 +159,7 @@ def test_sufficient_rows_is_the_capacity_that_stores_every_push():
   def run(capacity, moves):
     stash, slots = ps.Stash.empty(1024, spec), []
     taken = 1024 - capacity
-    stash.top += taken
+    stash = with_rows_taken(stash, taken)
     for rows in moves:
       if rows >= 0:
         stash, slot = push(stash, values, ragged_of([rows]))
@@ -185,7 +186,7 @@ def test_sufficient_rows_do_not_wrap_around():
   values, ragged = [jnp.ones((TOTAL_ROWS, 128))], ragged_of([TOTAL_ROWS])
   stash = ps.Stash.empty(0, spec)
   wanted = jnp.full((1,), 2**31 - 65, jnp.int32)
-  stash.counters = stash.counters._replace(wanted_rows=wanted)
+  stash = with_allocator(stash, wanted_rows=wanted)
   for expected in (2**31 - 1, 2**31 - 1):
     stash, _ = stash.push(values, ragged)
     assert int(stash.stats().sufficient_rows[0]) == expected

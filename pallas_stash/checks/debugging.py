@@ -64,21 +64,6 @@ def is_debugging() -> bool:
   return _mode.value
 
 
-def poison_rows_from(first: jax.Array, buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-  """Returns `buffers`, each [rows, width], with NaN in rows from `first`, int32[], on: in the mode.
-
-  Without it they are returned as they are.
-  """
-  if not is_debugging():
-    return buffers
-
-  def poison(buffer):
-    is_free = lax.broadcasted_iota(jnp.int32, buffer.shape, 0) >= first
-    return dtypes.select(is_free, jnp.full((), jnp.nan, buffer.dtype), buffer)
-
-  return tuple(map(poison, buffers))
-
-
 def checksums(values: tuple[jax.Array, ...], ragged: RaggedRows) -> jax.Array:
   """Returns uint32[1, residuals]: a checksum of the rows in groups of each of `values`.
 

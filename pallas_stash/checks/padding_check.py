@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_stash.arguments import as_array, describe
-from pallas_stash.checkpoint import check_ragged, checkpoint
+from pallas_stash.checkpoint import as_ragged, checkpoint
 from pallas_stash.checks.misplaced_rows import data_outside, has_rows
 from pallas_stash.checks.poison import ALL, NONE, run_poisoned
 from pallas_stash.ragged import RaggedRows
@@ -51,7 +51,7 @@ class PaddingReport:
 
 def check_padding(
   fun: Callable[..., Any],
-  ragged: RaggedRows,
+  ragged: RaggedRows | int,
   *args: Any,
   policy: Callable[..., bool] | None = None,
 ) -> PaddingReport:
@@ -79,7 +79,7 @@ def check_padding(
 
   Args:
     fun: as for `checkpoint`.
-    ragged: where the rows are. There must be some padding.
+    ragged: where the rows are, as for `checkpoint`'s function. There must be some padding.
     *args: arrays, no `jax.ShapeDtypeStruct`s: the function is run.
     policy: as for `checkpoint`. It decides which residuals would be stashed.
 
@@ -90,7 +90,7 @@ def check_padding(
   for name, function in (("fun", fun), ("policy", fun if policy is None else policy)):
     if not callable(function):
       raise ValueError(f"{name}={describe(function)} must be a function.")
-  check_ragged(ragged)
+  ragged = as_ragged(ragged, fun, args, {})
   leaves = jax.tree.leaves((ragged, args))
   if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
     raise ValueError("check_padding runs the function: call it with arrays, outside of `jax.jit`.")

@@ -12,6 +12,7 @@ import numpy as np
 import pallas_stash as ps
 from reference import model, moe
 from tests.helpers.checks import OPTIMIZED
+from tests.helpers.stashes import with_rows_taken
 
 SAVE = jax.checkpoint_policies.save_only_these_names
 NAMES = ("mlpwi_0", "mlpwi_1", "mlpwo")
@@ -100,7 +101,7 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
   def empty_stash(room, num_shards=1):
     stash = ps.Stash.empty(capacity, residuals, num_shards)
     if room is not None:
-      stash.top = jnp.full_like(stash.top, capacity - room)
+      stash = with_rows_taken(stash, capacity - room)
     return stash
 
   def stats_of(stash):
