@@ -40,7 +40,7 @@ def traces(monkeypatch):
 
     monkeypatch.setattr(module, name, counted)
 
-  count(mosaic_tpu, "gather", "mosaic")
+  count(mosaic_tpu, "copy_runs", "mosaic")
   count(xla, "_copy_runs", "xla")
   return counts
 

@@ -32,12 +32,12 @@ import numpy as np
 from bench.kernels import alternatives
 from bench.kernels.traffic import Layout, make_layout
 from bench.tpu.aot import TOPOLOGIES
-from pallas_stash.kernels import gather
+from pallas_stash.kernels import copy_runs, pieces
 from pallas_stash.ragged import CopyRuns
 
 
 def assume(layout: Layout, kernel: str, total_rows: int):
-  """Returns the kernel of `gather` for runs that are known when it is compiled.
+  """Returns the kernel of `copy_runs` for runs that are known when it is compiled.
 
   The estimator reads scalar-prefetch references as 0, but follows what a kernel itself stores in
   scalar memory: so this one starts with storing its scalars.
@@ -49,8 +49,8 @@ def assume(layout: Layout, kernel: str, total_rows: int):
   runs = CopyRuns(*map(rows_of, (sources, destinations, layout.sizes)))
   last_row = runs.destinations[-1] + runs.sizes[-1]
   window = [0, total_rows, 0, 1] if kernel == "expand" else [runs.destinations[0], last_row, 0, 0]
-  scalars = [np.asarray(values) for values in (*gather.searchable(runs), window)]
-  real = gather._kernel
+  scalars = [np.asarray(values) for values in (*pieces.searchable(runs), window)]
+  real = copy_runs.kernel
 
   def assumed(*refs, **static):
     def run(*stored):
@@ -79,11 +79,11 @@ def estimate(case: dict) -> int:
     runs = CopyRuns(*3 * [struct((layout.groups + 1,), jnp.int32)])
     window = struct((4,), jnp.int32)
     if case["kernel"] == "compact":
-      copy = lambda rows, stash, runs, window: gather.gather(rows, stash, runs, window)
+      copy = lambda rows, stash, runs, window: copy_runs.copy_runs(rows, stash, runs, window)
       args, donated = (worst_case, stash, runs, window), 1
     else:
       new = jax.ShapeDtypeStruct(worst_case.shape, dtype)
-      copy = lambda stash, runs, window: gather.gather(stash, new, runs, window)
+      copy = lambda stash, runs, window: copy_runs.copy_runs(stash, new, runs, window)
       args, donated = (stash, runs, window), ()
   else:
     copy = alternatives.ALTERNATIVES[case["implementation"]].make(rows, total_rows, case["kernel"])
@@ -94,10 +94,10 @@ def estimate(case: dict) -> int:
   kernel = assume(layout, case["kernel"], total_rows)
   with (
     jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-    mock.patch.object(gather, "_kernel", kernel),
+    mock.patch.object(copy_runs, "kernel", kernel),
     # The scalars are to be arguments, in HBM: of those that XLA computes, and leaves in VMEM, the
     # estimator of v5e says "Unsupported DMA direction".
-    mock.patch.object(gather, "searchable", lambda runs: runs),
+    mock.patch.object(pieces, "searchable", lambda runs: runs),
   ):
     jax.jit(copy, donate_argnums=donated).trace(*args).lower().compile()
   texts = [path.read_text(errors="replace") for path in pathlib.Path(PROFILES).iterdir()]

@@ -5,7 +5,7 @@
 
 import dataclasses
 
-from pallas_stash.kernels.gather import CORES
+from pallas_stash.kernels.pieces import CORES
 from pallas_stash.kernels.tiling import Tiling
 
 
@@ -93,7 +93,7 @@ def dma_rows(layout: Layout, kernel: str, total_rows: int, tiling: Tiling) -> tu
     if tile // share != core:
       landed, core = None, tile // share
     for first, last, source in in_tile:
-      # The block that it shares with the piece before it is there.
+      # The HBM tile that it shares with the piece before it is there.
       read += up(source + last - first) - (up(source) if source == landed else down(source))
       landed = source + last - first
     first, last, source = in_tile[0]

@@ -7,7 +7,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes
-from pallas_stash.kernels.gather import gather, NO_ROW
+from pallas_stash.kernels.copy_runs import copy_runs
+from pallas_stash.kernels.pieces import NO_ROW
 from pallas_stash.kernels.tiling import LANES, round_up, row_alignment, Tiling
 from pallas_stash.ragged import CopyRuns
 
@@ -40,7 +41,7 @@ def compact(
   destination = _to_kernel_layout(stash, shape[1], interpret)
   source = _to_kernel_layout(rows, shape[1], interpret)
   window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
-  out = gather(source, destination, runs, window, tiling, interpret, checks_bounds)
+  out = copy_runs(source, destination, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, shape, dtype)
 
 
@@ -84,7 +85,7 @@ def expand(
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
   window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
   shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
-  out = gather(source, shape, runs, window, tiling, interpret, checks_bounds)
+  out = copy_runs(source, shape, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)
 
 

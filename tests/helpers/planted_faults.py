@@ -9,7 +9,7 @@ import types
 from typing import Any
 from unittest import mock
 
-from pallas_stash.kernels import gather, mosaic_tpu, tile_words
+from pallas_stash.kernels import copy_runs, mosaic_tpu, pieces, tile_words
 from tests.helpers.kernel_check import Case, MANY_TILES, UNEVEN
 
 COMPACT, EXPAND = "compact", "expand"
@@ -38,7 +38,7 @@ class Fault:
   kernel: str
   old: str
   new: str
-  module: types.ModuleType = gather
+  module: types.ModuleType = copy_runs
   dtype: str = "float32"
   case: Case = MANY_TILES
   interpret: tuple[tuple[str, Any], ...] = ()
@@ -46,18 +46,19 @@ class Fault:
 
 
 @functools.cache
-def copy_of_gather(fault):
-  """Returns a copy of the kernel, `gather`, with the fault in it, or with none."""
-  copies = {module: _copy(module) for module in (tile_words, gather)}
+def copy_of_kernel(fault):
+  """Returns a copy of the kernel, `copy_runs`, with the fault in it, or with none."""
+  copies = {module: _copy(module) for module in (copy_runs, pieces, tile_words)}
   if fault is not None:
     copies[fault.module] = _copy(fault.module, fault)
-  copies[gather].tile_words = copies[tile_words]
-  return copies[gather].gather
+  copies[copy_runs].pieces = copies[pieces]
+  copies[copy_runs].tile_words = copies[tile_words]
+  return copies[copy_runs].copy_runs
 
 
 def plant(fault):
   """Returns a context in which compact and expand use a copy of the kernel with the fault."""
-  return mock.patch.object(mosaic_tpu, "gather", copy_of_gather(fault))
+  return mock.patch.object(mosaic_tpu, "copy_runs", copy_of_kernel(fault))
 
 
 def _copy(module, fault=None):
@@ -77,13 +78,20 @@ def _copy(module, fault=None):
   return copy
 
 
+def _in_plan(*args, **options):
+  return Fault(*args, module=pieces, **options)
+
+
 def _in_words(*args, **options):
   return Fault(*args, module=tile_words, dtype="bfloat16", **options)
 
 
 WAITS = [
   Fault(
-    "a load is not waited for", COMPACT, "load(slot, ZERO, ZERO, piece.load_rows).wait()", "None"
+    "a load is not waited for",
+    COMPACT,
+    "self.load(slot, ZERO, ZERO, piece.load_rows).wait()",
+    "None",
   ),
   Fault(
     "the read of an edge is not waited for",
@@ -94,7 +102,7 @@ WAITS = [
   Fault(
     "a kernel ends with stores in flight",
     EXPAND,
-    "repeat(count, lambda slot, _, slots=slots: finish_stores(slots, slot), None)",
+    "repeat(number, lambda slot, _, slots=slots: self.finish_stores(slots, slot), None)",
     NOTHING,
   ),
   Fault(
@@ -106,61 +114,61 @@ WAITS = [
   Fault(
     "a landing slot is loaded while it is stored from",
     COMPACT,
-    "finish_stores(landing, free_slot)",
+    "self.finish_stores(self.landing, free_slot)",
     NOTHING,
   ),
   Fault(
     "an assembly slot is filled while it is stored from",
     EXPAND,
-    "finish_stores(assembly, tile_slot)\n        open_tile(tile_slot, tile_row)",
-    "open_tile(tile_slot, tile_row)\n        finish_stores(assembly, tile_slot)",
+    "self.finish_stores(self.assembly, tile.slot)\n        self.open_tile(tile)",
+    "self.open_tile(tile)\n        self.finish_stores(self.assembly, tile.slot)",
   ),
   Fault(
     "an assembly slot is never waited for before it is used again",
     COMPACT,
-    "finish_stores(assembly, tile_slot)",
+    "self.finish_stores(self.assembly, tile.slot)",
     NOTHING,
   ),
   Fault("as many loads ahead as slots", COMPACT, "IDLE_SLOTS = 2", "IDLE_SLOTS = 0"),
-  Fault(
+  _in_plan(
     "a load is started that no one waits for",
     COMPACT,
-    "there_is_one = row < last_row",
-    "there_is_one = row < window_last",
+    "tiles._replace(last_row=jnp.where(last == count, window_last, tiles.row_of(last)))",
+    "tiles",
     interpret=EAGER,
   ),
 ]
 
 SIZES = [
-  Fault(
-    "a load is a block short",
+  _in_plan(
+    "a load is an HBM tile short",
     COMPACT,
-    "load_rows = align_up(in_hbm_tile + last - first)",
-    "load_rows = align_down(in_hbm_tile + last - first)",
+    "load_rows = align_up(in_hbm_tile + last - first, alignment)",
+    "load_rows = align_down(in_hbm_tile + last - first, alignment)",
   ),
-  Fault(
-    "a load is a block too long",
+  _in_plan(
+    "a load is an HBM tile too long",
     EXPAND,
-    "load_rows = align_up(in_hbm_tile + last - first)",
-    "load_rows = alignment + align_up(in_hbm_tile + last - first)",
+    "load_rows = align_up(in_hbm_tile + last - first, alignment)",
+    "load_rows = alignment + align_up(in_hbm_tile + last - first, alignment)",
   ),
   Fault(
-    "a store is a block short",
+    "a store is an HBM tile short",
     COMPACT,
-    "last_stored = align_up(",
-    "last_stored = align_down(",
+    "last = self.align_up(jnp.where(",
+    "last = self.align_down(jnp.where(",
   ),
   Fault(
-    "a store is a block too long",
+    "a store is an HBM tile too long",
     COMPACT,
-    "last_stored = align_up(",
-    "last_stored = alignment + align_up(",
+    "last = self.align_up(jnp.where(",
+    "last = self.tiling.row_alignment + self.align_up(jnp.where(",
   ),
   Fault(
     "a store starts at the first piece",
     EXPAND,
-    "first_stored = align_down(jnp.where(is_filled == 0, first_stored, 0))",
-    "first_stored = align_down(first_stored)",
+    "first = self.align_down(jnp.where(is_filled == 0, first_merged, 0))",
+    "first = self.align_down(first_merged)",
   ),
   Fault(
     "a store starts at the last piece",
@@ -171,7 +179,7 @@ SIZES = [
   Fault(
     "what is undefined is stored with each piece's last block",
     EXPAND,
-    "align_up(piece.last) <= block_down(next_piece.first)",
+    "self.align_up(piece.last) <= self.block_down(next_piece.first)",
     "piece.last <= next_piece.first",
   ),
   Fault(
@@ -201,8 +209,8 @@ PLACES = [
   Fault(
     "pieces of a tile go to different slots",
     COMPACT,
-    "tile_slot = jnp.where(is_first_piece, slot_before(tile_slot, assembly), tile_slot)",
-    "tile_slot = slot_before(tile_slot, assembly)",
+    "tile_slot = jnp.where(is_first_piece, self.assembly.before(turn.tile_slot), turn.tile_slot)",
+    "tile_slot = self.assembly.before(turn.tile_slot)",
   ),
   Fault(
     "each piece of a tile opens it again",
@@ -210,11 +218,11 @@ PLACES = [
     "@_when_seldom(is_first_piece)",
     "@_when_seldom(piece.tile >= 0)",
   ),
-  Fault(
+  _in_plan(
     "rows that are to move down land before their place",
     COMPACT,
-    "landing_row = align_up(first - in_hbm_tile)",
-    "landing_row = align_down(first)",
+    "landing_row = align_up(first - in_hbm_tile, alignment)",
+    "landing_row = align_down(first, alignment)",
   ),
   Fault(
     "rows at odd places are stored as they landed",
@@ -238,18 +246,18 @@ PLACES = [
 
 SHARED = [
   Fault(
-    "a block that two pieces share is not copied",
+    "an HBM tile that two pieces share is not copied",
     EXPAND,
-    "landing.tiles[slot, pl.ds(align_down(piece.first + piece.shift), alignment)] = shared",
+    "self.landing.tiles[slot, hbm_tile(piece.first + piece.shift)] = shared",
     NOTHING,
   ),
   Fault(
     "it is copied from the slot before the last",
     COMPACT,
-    "landing.tiles.at[slot_before(slot, landing)]",
-    "landing.tiles.at[slot_before(slot, landing, by=2)]",
+    "self.landing.before(slot)]",
+    "self.landing.before(slot, by=2)]",
   ),
-  Fault(
+  _in_plan(
     "it is copied from where the piece starts",
     EXPAND,
     "landed_at=last + shift",
@@ -258,26 +266,27 @@ SHARED = [
   Fault(
     "it is copied to where the load goes",
     COMPACT,
-    "landing.tiles[slot, pl.ds(align_down(piece.first + piece.shift), alignment)]",
-    "landing.tiles[slot, pl.ds(align_up(piece.first + piece.shift), alignment)]",
+    "hbm_tile(piece.first + piece.shift)",
+    "hbm_tile(self.align_up(piece.first + piece.shift))",
   ),
-  Fault(
-    "every block is taken for shared",
+  _in_plan(
+    "every HBM tile is taken for shared",
     COMPACT,
     "is_continued = (source_row == position.landed) & (in_hbm_tile != 0)",
     "is_continued = in_hbm_tile != 0",
   ),
-  Fault(
-    "a whole block is taken for shared",
+  _in_plan(
+    "a whole HBM tile is taken for shared",
     COMPACT,
     "is_continued = (source_row == position.landed) & (in_hbm_tile != 0)",
     "is_continued = source_row == position.landed",
   ),
   Fault(
-    "the first piece of a core takes a block from the core before it",
+    "the first piece of a core takes an HBM tile from the core before it",
     EXPAND,
-    "jnp.int32(-1), jnp.int32(0))",
-    "row_of_tile(first_tile) + offsets[0], jnp.int32(0))",
+    "pieces.first_position(self.tiles)",
+    "pieces.first_position(self.tiles)._replace("
+    "landed=self.tiles.row_of(self.tiles.first) + self.runs.offsets[0])",
   ),
 ]
 
@@ -285,78 +294,78 @@ CONTENTS = [
   Fault(
     "the block before the window is not read",
     COMPACT,
-    "pl.when(tile_row < window_first)",
-    "pl.when(tile_row < 0)",
+    "pl.when(tile.row < self.window.first)",
+    "pl.when(tile.row < 0)",
   ),
   Fault(
     "the block behind the window is not read",
     COMPACT,
     "pl.when(ends_inside)",
-    "pl.when(tile_row < 0)",
+    "pl.when(tile.row < 0)",
   ),
   Fault(
     "an assembled tile is not blank before",
     EXPAND,
-    "pl.when(is_filled != 0)(lambda: fill(assembly",
-    "pl.when(is_filled > 1)(lambda: fill(assembly",
+    "pl.when(self.window.is_filled != 0)(lambda: self.fill(self.assembly",
+    "pl.when(self.window.is_filled > 1)(lambda: self.fill(self.assembly",
   ),
   Fault(
     "the blank tile is not blank",
     EXPAND,
-    "pl.when(is_filled != 0)(lambda: fill(blank",
-    "pl.when(is_filled > 1)(lambda: fill(blank",
+    "pl.when(self.window.is_filled != 0)(lambda: self.fill(self.blank",
+    "pl.when(self.window.is_filled > 1)(lambda: self.fill(self.blank",
   ),
   Fault(
     "rows behind the window are lost where two pieces end in its last block",
     COMPACT,
-    "ends_exactly = (is_filled != 0) | (last > rows_owned)",
-    "ends_exactly = is_filled != 0",
+    "ends_exactly = (self.window.is_filled != 0) | (last > tile.rows)",
+    "ends_exactly = self.window.is_filled != 0",
   ),
   Fault(
     "rows between pieces are not blank",
     EXPAND,
-    "ends_exactly = (is_filled != 0) | (last > rows_owned)",
-    "ends_exactly = last > rows_owned",
+    "ends_exactly = (self.window.is_filled != 0) | (last > tile.rows)",
+    "ends_exactly = last > tile.rows",
   ),
   Fault(
     "a blank tile is skipped",
     EXPAND,
-    "store_blank_tiles(previous_tile + 1, piece.tile)",
-    "store_blank_tiles(previous_tile + 2, piece.tile)",
+    "store_blank_tiles(turn.tile + 1, piece.tile)",
+    "store_blank_tiles(turn.tile + 2, piece.tile)",
   ),
   Fault(
     "the last blank tiles are skipped",
     EXPAND,
-    "store_blank_tiles(last_written_tile + 1, last_tile)",
+    "self.store_blank_tiles(turn.tile + 1, self.tiles.last)",
     NOTHING,
   ),
   Fault(
     "a blank tile passes the end",
     EXPAND,
-    "jnp.minimum(tile_rows, window_last - row)",
-    "tile_rows",
+    "jnp.minimum(self.tiling.tile_rows, self.window.last - row)",
+    "self.tiling.tile_rows",
     case=UNEVEN,
   ),
 ]
 
 CORES = [
-  Fault(
+  _in_plan(
     "no core has the last tile",
     COMPACT,
-    "share = div(tiles + CORES - 1, CORES)",
-    "share = div(tiles, CORES)",
+    "share = div(count + CORES - 1, CORES)",
+    "share = div(count, CORES)",
   ),
-  Fault(
+  _in_plan(
     "a tile is between the shares of the cores",
     EXPAND,
-    "first_tile = jnp.minimum(pl.program_id(0) * share, tiles)",
-    "first_tile = jnp.minimum(pl.program_id(0) * (share + 1), tiles)",
+    "first = jnp.minimum(core * share, count)",
+    "first = jnp.minimum(core * (share + 1), count)",
   ),
-  Fault(
+  _in_plan(
     "both cores write a tile",
     COMPACT,
-    "last_tile = jnp.minimum(first_tile + share, tiles)",
-    "last_tile = jnp.minimum(first_tile + share + 1, tiles)",
+    "last = jnp.minimum(first + share, count)",
+    "last = jnp.minimum(first + share + 1, count)",
     interpret=TWO_CORES,
   ),
 ]
@@ -389,29 +398,29 @@ UNDETECTED = [
   Fault(
     "any number of blank stores may be in flight",
     EXPAND,
-    "finish_stores(blank, slot)",
+    "self.finish_stores(self.blank, slot)",
     NOTHING,
     reason="they store one tile that stays as it is, and in the end all rows are waited for",
   ),
   Fault(
     "a landing slot is loaded just before the store from it is waited for",
     COMPACT,
-    "finish_stores(landing, free_slot)",
-    "finish_stores(landing, slot_before(slot, landing, by=3))",
+    "self.finish_stores(self.landing, free_slot)",
+    "self.finish_stores(self.landing, self.landing.before(slot, by=3))",
     reason="a race of two DMAs: neither is reported, and each runs when it is waited for",
   ),
-  Fault(
+  _in_plan(
     "an alignment is promised that is not there",
     COMPACT,
-    "align_down = lambda row: pl.multiple_of(row & -alignment, alignment)",
-    "align_down = lambda row: pl.multiple_of(row & -alignment, 4 * alignment)",
+    "pl.multiple_of(row & -alignment, alignment)",
+    "pl.multiple_of(row & -alignment, 4 * alignment)",
     reason="the interpreter ignores promises",
   ),
-  Fault(
+  _in_plan(
     "both cores write a tile, one after the other",
     COMPACT,
-    "last_tile = jnp.minimum(first_tile + share, tiles)",
-    "last_tile = jnp.minimum(first_tile + share + 1, tiles)",
+    "last = jnp.minimum(first + share, count)",
+    "last = jnp.minimum(first + share + 1, count)",
     reason="both write the same rows: a race where there are two cores, and lost time with one",
   ),
   _in_words(
