@@ -15,7 +15,12 @@ WORKERS ?= 2
 TESTS ?= not long
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
-.PHONY: chip demo fit bench bench-check test suite test-long lint clean
+# What pip would install with the package and these extras, but not the package.
+REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  extras = map(project["optional-dependencies"].get, ("test", "tpu", "bench")); \
+  print(*project["dependencies"], *sum(extras, []))
+
+.PHONY: chip demo fit bench bench-check test suite test-long lint dependencies ready clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -54,10 +59,19 @@ $(BENCH_VENV)/ready: pyproject.toml
 	$(BENCH_RUN) -m pip install --quiet --disable-pip-version-check --no-deps libtpu==0.0.52
 	touch $@
 
-$(VENV)/ready: pyproject.toml
+dependencies: $(VENV)/dependencies
+
+ready: $(VENV)/ready
+
+$(VENV)/dependencies: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e '.[test,tpu,bench]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check $$($(RUN) -c '$(REQUIREMENTS)')
+	touch $@
+
+# Alone: this writes into the folder of the sources.
+$(VENV)/ready: $(VENV)/dependencies
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 clean:

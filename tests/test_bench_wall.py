@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from bench.kernels import wall
+from tests.helpers.checks import ON_DEFAULT
 from tests.helpers.support import ON_TPU
 
-pytestmark = pytest.mark.once
+pytestmark = ON_DEFAULT
 
 
 def make_plane(name, **lines):

@@ -19,6 +19,7 @@ from tests.helpers.checks import (
   long,
   needs_devices,
   once,
+  once_on_default,
   OPTIMIZED,
 )
 from tests.helpers.masked_experts import (
@@ -37,34 +38,47 @@ from tests.helpers.masked_experts import (
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
 
+def optimized(gradient):
+  return jax.jit(gradient, compiler_options=OPTIMIZED)(weights())
+
+
+@functools.cache
+def saved_gradients():
+  return optimized(jax.grad(scanned_loss))
+
+
 @pytest.mark.parametrize(
   "capacity, implementation",
   [
-    *((NEEDED, None), (NEEDED, IMPLEMENTATIONS[0]), once(NEEDED, IMPLEMENTATIONS[1])),
+    *(
+      (NEEDED, None),
+      once_on_default(NEEDED, IMPLEMENTATIONS[0]),
+      once(NEEDED, IMPLEMENTATIONS[1]),
+    ),
     *((NEEDED // 2, None), long(NEEDED // 2, IMPLEMENTATIONS[0])),
     long_if_interpreted(NEEDED // 2, IMPLEMENTATIONS[1]),
   ],
 )
 def test_gradients_of_a_scan(capacity, implementation):
-  jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
-  saved = jit(jax.grad(scanned_loss))(weights())
   # The interpreter has effects, which `jax.checkpoint` does not support.
   options = {"capacity": capacity, "implementation": implementation}
   if implementation == "mosaic_interpret":
     options["outer_names"] = ()
   gradient = jax.grad(functools.partial(scanned_loss, **options))
   if capacity >= NEEDED:
-    assert_trees_equal(jit(gradient)(weights()), saved)
+    assert_trees_equal(optimized(gradient), saved_gradients())
   else:  # What is recomputed may be fused, and so rounded, differently.
     jax.tree.map(
       functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-      jit(gradient)(weights()),
-      saved,
+      optimized(gradient),
+      saved_gradients(),
     )
 
 
 @pytest.mark.parametrize("seal", [ps.seal, lambda x, stash: x])
-@pytest.mark.parametrize("is_mapped", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+  "is_mapped", [once_on_default((True, False)), once((False, True)), (True, True)]
+)
 @pytest.mark.parametrize("loops", [long(0), 1])
 def test_each_example_of_a_vmap_has_a_stash_of_its_own(loops, is_mapped, seal):
   """Also where one is made for all of them: what sends it back would be added up."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.helpers.checks import assert_trees_equal, needs_devices
+from tests.helpers.checks import assert_trees_equal, needs_devices, ON_DEFAULT
 from tests.helpers.composition import (
   all_pairs,
   cases_of_all_options,
@@ -16,9 +16,9 @@ from tests.helpers.composition_check import check
 from tests.helpers.composition_model import LAYERS, plain
 
 
-def parameters(cases, quick=None):
+def parameters(cases, quick):
   """The cases, for long all but those that are quick."""
-  marks_of = lambda case: [] if quick is None or case in quick else [pytest.mark.long]
+  marks_of = lambda case: [] if case in quick else [pytest.mark.long]
   return [
     pytest.param(case, marks=[needs_devices(case.num_devices), *marks_of(case)], id=str(case))
     for case in cases
@@ -26,13 +26,22 @@ def parameters(cases, quick=None):
 
 
 # To compile a case takes seconds: `make test` has every option, `make test-long` every pair.
-@pytest.mark.once
+@ON_DEFAULT
 @pytest.mark.parametrize("case", parameters(cases_of_all_pairs(), cases_of_all_options()))
 def test_pairs(case):
   check(case)
 
 
-@pytest.mark.parametrize("case", parameters(TRAINERS.values()))
+ONCE = {"MaxText, offloading": [pytest.mark.once], "accumulation": [ON_DEFAULT]}
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=[needs_devices(case.num_devices), *ONCE.get(name, [])], id=str(case))
+    for name, case in TRAINERS.items()
+  ],
+)
 def test_trainers(case):
   check(case)
 

@@ -8,6 +8,7 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
+from tests.helpers.checks import ON_DEFAULT, once, once_on_default
 from tests.helpers.dtypes import TABLE
 
 CHIPS = list(aot.TOPOLOGIES)
@@ -96,16 +97,24 @@ def compiled(chip, fun, args):
 
 
 def compiles(tables):
-  """Returns parameters: each dtype on one chip, by turns, and on the others in the long target."""
+  """Returns parameters: each dtype on one chip, by turns, and on the others in the long target.
+
+  The common ones compile with every jax.
+  """
+
+  def marks_of(i, dtype, chip):
+    if chip != CHIPS[i % 4]:
+      return pytest.mark.long
+    return () if dtype.name in COMMON else (pytest.mark.once, ON_DEFAULT)[i % 2]
+
   return [
-    pytest.param(
-      dtype, chip, id=f"{dtype.name}-{chip}", marks=[] if chip == CHIPS[i % 4] else pytest.mark.long
-    )
+    pytest.param(dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(i, dtype, chip))
     for i, dtype in enumerate(tables)
     for chip in CHIPS
   ]
 
 
+COMMON = "float32", "bfloat16", "float8_e4m3fn", "float16"
 KEPT_AS_ANOTHER = [d for d in TABLE if d.stored_as not in (None, d.name)]
 OF_KERNELS = [d for d in TABLE if d.stored_as == d.name and d.tpu]
 
@@ -128,7 +137,7 @@ def test_what_no_kernel_takes_compiles(dtype, chip):
   assert program.kernels() == {}
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["float32", once("bfloat16"), once_on_default("int8")])
 def test_kernels_compile_in_64_bit_mode(name):
   (dtype,) = (dtype for dtype in TABLE if dtype.name == name)
   with jax.enable_x64(True):

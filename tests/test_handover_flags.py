@@ -12,7 +12,7 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal
+from tests.helpers.checks import assert_trees_equal, long
 from tests.helpers.three_layers import (
   experts,
   layer,
@@ -39,7 +39,10 @@ def flags_on(*names):
     jax.config.update(name, value)
 
 
-@pytest.fixture(params=[FLAGS[:1], FLAGS[1:], FLAGS], ids=" and ".join)
+ids_of = lambda value: " and ".join(value) if isinstance(value, tuple) else None
+
+
+@pytest.fixture(params=[FLAGS[:1], FLAGS[1:], FLAGS], ids=ids_of)
 def flags(request):
   if not RUNS_FLAGS:
     pytest.skip("this jax cannot run a stash under them, and so they are refused")
@@ -79,9 +82,21 @@ def scanned_plainly(base):
 
 
 @pytest.mark.parametrize(
-  "base, wrap",
-  [*((layer, wrap) for wrap in WRAPS), (with_gmm, "slot")],
-  ids=[*WRAPS, "gmm"],
+  "flags, base, wrap",
+  [
+    *((FLAGS, layer, wrap) for wrap in WRAPS),
+    (FLAGS, with_gmm, "slot"),
+    *((flags, layer, "slot") for flags in (FLAGS[:1], FLAGS[1:])),
+    *(
+      long(flags, layer, wrap)
+      for flags in (FLAGS[:1], FLAGS[1:])
+      for wrap in WRAPS
+      if wrap != "slot"
+    ),
+    *(long(flags, with_gmm, "slot") for flags in (FLAGS[:1], FLAGS[1:])),
+  ],
+  indirect=["flags"],
+  ids=ids_of,
 )
 def test_gradients_with_the_flags_of_jax(flags, base, wrap):
   compiled = jax.jit(jax.value_and_grad(scanned(base, wrap))).lower(WEIGHTS).compile()
@@ -105,6 +120,9 @@ def test_matmuls_with_the_flags_of_jax(flags):
   assert matmuls(scanned(layer, "slot")) == matmuls(saved)
 
 
+@pytest.mark.parametrize(
+  "flags", [long(FLAGS[:1]), long(FLAGS[1:]), FLAGS], indirect=True, ids=ids_of
+)
 def test_a_loss_under_checkpoint_with_the_flags_of_jax(flags):
   """All of it, seal included, is run again in the backward pass."""
   loss = jax.checkpoint(scanned(layer, "slot"))

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash.checks.misplaced_rows import data_outside, zeros_inside
-from tests.helpers.checks import assert_trees_equal, long, needs_devices
+from tests.helpers.checks import assert_trees_equal, long, needs_devices, ON_DEFAULT, once
 
 ROWS, WIDTH, LAYERS, COUNT, START = 32, 8, 2, 9, 5
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -99,6 +99,7 @@ def test_with_group_starts(masks, lines, capsys):
   assert all(any(line in text for text in printed) for line in lines)
 
 
+@ON_DEFAULT
 def test_padding_of_one_constant_is_right(capsys):
   def fun(x, w):
     hidden = checkpoint_name(jnp.where(jnp.arange(ROWS)[:, None] < 9, x @ w, 3), "hidden")
@@ -112,6 +113,7 @@ def test_padding_of_one_constant_is_right(capsys):
   assert lines_of(capsys, jax.grad(loss), *arguments()[::-1][:1], arguments()[0][0]) == []
 
 
+@ON_DEFAULT
 def test_the_loss_that_uses_no_row_outside(capsys):
   """Here rows outside hold data in the result, and have no cotangent."""
 
@@ -139,6 +141,7 @@ def test_a_push_by_itself(capsys):
   assert ZEROS in line
 
 
+@pytest.mark.once
 def test_gmm(capsys):
   """What its padding holds is its own business; what a loss reads there is not."""
   spec = [jax.ShapeDtypeStruct((WIDTH,), jnp.float32)]
@@ -212,7 +215,7 @@ def test_the_matmuls_are_not_run_again():
 
 
 @pytest.mark.parametrize(
-  "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+  "dtype", ["bfloat16", *map(once, ("float32", "float16", "float8_e4m3fn", "float8_e5m2"))]
 )
 def test_what_is_data(dtype):
   is_in_group = jnp.arange(6) < 2
@@ -229,6 +232,7 @@ def test_what_is_data(dtype):
   assert zeros_inside(rows, is_in_group) == 1
 
 
+@ON_DEFAULT
 def test_check_padding_names_results():
   weights, x = arguments()
 

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from reference import moe
-from tests.helpers.checks import long, once
+from tests.helpers.checks import long, once, once_on_default
 
 ROWS, WIDTH, HIDDEN, GROUPS, TOKENS = 64, 8, 16, 4, 24
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -80,7 +80,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+# One with every jax, that only zero times NaN shows.
+@pytest.mark.parametrize(
+  "mistake", [m if m == "mask by multiplication" else once_on_default(m) for m in MISTAKES]
+)
 def test_mistakes_behind_a_grouped_matmul(mistake):
   combine, result = MISTAKES[mistake]
   report = depends(lambda rows, w: combine(project(mask(rows), w)), X, W)
@@ -222,7 +225,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("fun", RIGHT)
+@pytest.mark.parametrize("fun", [masked_mean, *map(once, RIGHT[1:])])
 def test_right_code(fun):
   assert_independent(fun, X, W)
 

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 
 from reference import ragged_rows
-from tests.helpers.checks import assert_trees_equal, needs_devices, once
+from tests.helpers.checks import (
+  assert_trees_equal,
+  needs_devices,
+  ON_DEFAULT,
+  once,
+  once_on_default,
+)
 from tests.helpers.slicing import (
   OPERAND_ROWS,
   SIZES,
@@ -85,7 +91,7 @@ def test_gradient_of_each_is_the_other(implementation):
 
 
 # To interpret its hundreds of kernels takes a minute.
-@pytest.mark.once
+@ON_DEFAULT
 @pytest.mark.parametrize("implementation", COMPILED)
 def test_numerical_gradients(implementation):
   groups = np.int32(30), SIZES, STARTS
@@ -115,7 +121,7 @@ def test_integers_have_no_gradient():
 @pytest.mark.parametrize(
   "implementation, wrap",
   [
-    (XLA, lambda step: step),
+    once_on_default(XLA, lambda step: step),
     long_if_interpreted(MOSAIC, lambda step: step),
     # JAX refuses callbacks, the interpreter's, in what it recomputes.
     *((implementation, jax.checkpoint) for implementation in COMPILED),
@@ -145,9 +151,9 @@ def test_scan(implementation, wrap):
 @pytest.mark.parametrize(
   "implementation, in_axes",
   [
-    (XLA, (0, 0, 0, 0, 0)),
+    once_on_default(XLA, (0, 0, 0, 0, 0)),
     (XLA, (None, 0, None, 0, None)),
-    (XLA, (1, 1, 0, None, 1)),
+    once_on_default(XLA, (1, 1, 0, None, 1)),
     long_if_interpreted(MOSAIC, (None, 0, 0, None, 1)),
   ],
 )
@@ -180,8 +186,8 @@ def test_vmap(implementation, in_axes):
   "implementation, check_vma, spec",
   [
     (XLA, True, P()),
-    (XLA, False, P()),
-    (XLA, True, P("x")),
+    once(XLA, False, P()),
+    once(XLA, True, P("x")),
     (XLA, False, P("x")),
     long_if_interpreted(MOSAIC, True, P()),
     long_if_interpreted(MOSAIC, False, P("x")),

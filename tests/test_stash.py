@@ -9,7 +9,16 @@ import pytest
 
 import pallas_stash as ps
 from tests.helpers.checks import assert_trees_equal, is_any_nan, OPTIMIZED
-from tests.helpers.pushes import ragged_of, SPECS, stats_of, TOTAL_ROWS, values_of
+from tests.helpers.pushes import (
+  pop,
+  push,
+  ragged_of,
+  restore,
+  SPECS,
+  stats_of,
+  TOTAL_ROWS,
+  values_of,
+)
 from tests.helpers.stashes import with_allocator, with_rows_taken
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted
 
@@ -49,11 +58,11 @@ def test_undefined_padding(implementation):
   options = {"padding": "undefined", "implementation": implementation}
   ragged = ragged_of([9, 1, 3], [40, 0, 20])
   poisoned, expected = values_of(SPECS, 0, ragged)
-  stash, slot = ps.Stash.empty(24, SPECS).push(poisoned, ragged)
+  stash, slot = push(ps.Stash.empty(24, SPECS), poisoned, ragged)
   is_row = ~np.isnan(poisoned[0]).any(1)
   of_rows = lambda values: [value[is_row] for value in values]
   assert_trees_equal(of_rows(stash.restore(slot, ragged, **options)), of_rows(expected))
-  stash, lost = stash.push(poisoned, ragged)
+  stash, lost = push(stash, poisoned, ragged)
   restored = stash.restore(lost, ragged, **options)
   assert all(np.isnan(value).all() for value in restored)  # What is not there is never undefined.
   with pytest.raises(ValueError, match="padding='blank' must be one of"):
@@ -65,17 +74,17 @@ def test_values_are_matched_by_shape_and_dtype_not_by_position():
   specs = [*SPECS, SPECS[0]]
   poisoned, expected = values_of(specs, 0, ragged)
   order = [3, 1, 2, 0]
-  stash, slot = ps.Stash.empty(64, specs).push([poisoned[i] for i in order], ragged)
+  stash, slot = push(ps.Stash.empty(64, specs), [poisoned[i] for i in order], ragged)
   # The first and the last are alike: those two keep the order in which they were pushed.
   swapped = [expected[3], expected[1], expected[2], expected[0]]
-  assert_trees_equal(stash.restore(slot, ragged), tuple(swapped))
+  assert_trees_equal(restore(stash, slot, ragged), tuple(swapped))
 
 
 @pytest.mark.parametrize("dtype, wasted", [(jnp.float32, 7), (jnp.float8_e4m3fn, 31)])
 def test_a_push_wastes_less_than_a_tile(dtype, wasted):
   specs = [jax.ShapeDtypeStruct((128,), dtype), SPECS[0]]
   stash = ps.Stash.empty(64, specs)
-  values, push = values_of(specs, 0, ragged_of([33]))[0], jax.jit(ps.Stash.push)
+  values = values_of(specs, 0, ragged_of([33]))[0]
   for rows in range(1, 34):
     after, _ = push(stash, values, ragged_of([rows]))
     assert 0 <= int(after.stats().rows_in_use[0]) - rows <= wasted
@@ -98,16 +107,16 @@ def test_the_stash_holds_its_capacity_and_no_more():
 def test_overflow_stores_nothing_and_changes_nothing():
   first, second, third = ragged_of([16]), ragged_of([9]), ragged_of([8])
   poisoned, expected = values_of(SPECS, 0, first)
-  stash, slot = ps.Stash.empty(24, SPECS).push(poisoned, first)
+  stash, slot = push(ps.Stash.empty(24, SPECS), poisoned, first)
   before = stash.buffers
-  stash, lost = stash.push(values_of(SPECS, 1, second)[0], second)
+  stash, lost = push(stash, values_of(SPECS, 1, second)[0], second)
   assert_trees_equal(stash.buffers, before)
   assert not lost.is_stored() and stats_of(stash) == [16, 16, 1, 0]
-  assert is_any_nan(stash.restore(lost, second))
+  assert is_any_nan(restore(stash, lost, second))
   poisoned_third, expected_third = values_of(SPECS, 2, third)
-  stash, fits = stash.push(poisoned_third, third)  # What fits later is still taken.
-  assert_trees_equal(stash.restore(slot, first), tuple(expected))
-  assert_trees_equal(stash.restore(fits, third), tuple(expected_third))
+  stash, fits = push(stash, poisoned_third, third)  # What fits later is still taken.
+  assert_trees_equal(restore(stash, slot, first), tuple(expected))
+  assert_trees_equal(restore(stash, fits, third), tuple(expected_third))
   assert stats_of(stash) == [24, 24, 1, 0]
 
 
@@ -116,33 +125,33 @@ def test_a_push_without_rows_always_fits(capacity):
   nothing, full = ragged_of([0, 0]), ragged_of([8])
   stash = ps.Stash.empty(capacity, SPECS)
   if capacity:
-    stash, _ = stash.push(values_of(SPECS, 0, full)[0], full)
+    stash, _ = push(stash, values_of(SPECS, 0, full)[0], full)
   poisoned, expected = values_of(SPECS, 0, nothing)
-  stash, slot = stash.push(poisoned, nothing)
+  stash, slot = push(stash, poisoned, nothing)
   assert bool(slot.is_stored()) and stats_of(stash)[2] == 0
-  assert_trees_equal(stash.restore(slot, nothing), tuple(expected))
+  assert_trees_equal(restore(stash, slot, nothing), tuple(expected))
 
 
 def test_pop_frees_rows_last_in_first_out():
   first, second = ragged_of([16]), ragged_of([7])
   poisoned, expected = values_of(SPECS, 0, first)
-  stash, slot = ps.Stash.empty(24, SPECS).push(poisoned, first)
-  stash, top = stash.push(values_of(SPECS, 1, second)[0], second)
-  stash = jax.jit(lambda stash, slot: stash.pop(slot))(stash, top)
+  stash, slot = push(ps.Stash.empty(24, SPECS), poisoned, first)
+  stash, top = push(stash, values_of(SPECS, 1, second)[0], second)
+  stash = pop(stash, top)
   assert stats_of(stash) == [16, 24, 0, 0]
-  assert is_any_nan(stash.restore(top, second))  # It is no longer there.
+  assert is_any_nan(restore(stash, top, second))  # It is no longer there.
   poisoned, expected_again = values_of(SPECS, 2, second)
-  stash, again = stash.push(poisoned, second)
-  assert_trees_equal(stash.restore(again, second), tuple(expected_again))
-  assert_trees_equal(stash.restore(slot, first), tuple(expected))
+  stash, again = push(stash, poisoned, second)
+  assert_trees_equal(restore(stash, again, second), tuple(expected_again))
+  assert_trees_equal(restore(stash, slot, first), tuple(expected))
 
 
 def test_pop_of_what_was_not_stored_does_nothing():
   ragged = ragged_of([8])
-  stash, slot = ps.Stash.empty(8, SPECS).push(values_of(SPECS, 0, ragged)[0], ragged)
-  stash, lost = stash.push(values_of(SPECS, 0, ragged)[0], ragged)
-  stash = stash.pop(lost)
-  assert stats_of(stash)[0] == 8 and not is_any_nan(stash.restore(slot, ragged))
+  stash, slot = push(ps.Stash.empty(8, SPECS), values_of(SPECS, 0, ragged)[0], ragged)
+  stash, lost = push(stash, values_of(SPECS, 0, ragged)[0], ragged)
+  stash = pop(stash, lost)
+  assert stats_of(stash)[0] == 8 and not is_any_nan(restore(stash, slot, ragged))
 
 
 def test_sufficient_rows_is_the_capacity_that_stores_every_push():
@@ -152,8 +161,6 @@ def test_sufficient_rows_is_the_capacity_that_stores_every_push():
   """
   rng = np.random.default_rng(0)
   spec = [jax.ShapeDtypeStruct((128,), jnp.float32)]
-  push = jax.jit(lambda stash, *args: stash.push(*args))
-  pop = jax.jit(lambda stash, slot: stash.pop(slot))
   values = [jnp.ones((TOTAL_ROWS, 128))]
 
   def run(capacity, moves):
@@ -188,7 +195,7 @@ def test_sufficient_rows_do_not_wrap_around():
   wanted = jnp.full((1,), 2**31 - 65, jnp.int32)
   stash = with_allocator(stash, wanted_rows=wanted)
   for expected in (2**31 - 1, 2**31 - 1):
-    stash, _ = stash.push(values, ragged)
+    stash, _ = push(stash, values, ragged)
     assert int(stash.stats().sufficient_rows[0]) == expected
 
 
@@ -198,8 +205,8 @@ def test_reset_frees_all_rows_and_counts_on():
   stash = ps.Stash.empty(16, SPECS)
   for _ in range(2):
     for _ in range(3):
-      stash, slot = stash.push(values_of(SPECS, 0, ragged)[0], ragged)
+      stash, slot = push(stash, values_of(SPECS, 0, ragged)[0], ragged)
     stash = jax.jit(ps.Stash.reset)(stash)
-    assert is_any_nan(stash.restore(slot, ragged))
+    assert is_any_nan(restore(stash, slot, ragged))
   stats = jax.tree.map(lambda leaf: int(leaf[0]), stash.stats())
   assert stats == ps.StashStats(0, 16, overflowed_pushes=2, invalid_pushes=0, sufficient_rows=24)

@@ -6,7 +6,16 @@ import pytest
 
 import pallas_stash as ps
 from tests.helpers.checks import assert_trees_equal, is_any_nan
-from tests.helpers.pushes import ragged_of, SPECS, stats_of, TOTAL_ROWS, values_of
+from tests.helpers.pushes import (
+  pop,
+  push,
+  ragged_of,
+  restore,
+  SPECS,
+  stats_of,
+  TOTAL_ROWS,
+  values_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,25 +26,25 @@ def test_groups_that_make_no_sense_are_counted_and_store_nothing(sizes, starts):
   ragged = ragged_of(sizes, starts)
   stash = ps.Stash.empty(128, SPECS)
   values = [jnp.ones((TOTAL_ROWS, *spec.shape), spec.dtype) for spec in SPECS]
-  after, slot = stash.push(values, ragged)
+  after, slot = push(stash, values, ragged)
   assert not slot.is_stored() and stats_of(after) == [0, 0, 0, 1]
   assert_trees_equal(after.buffers, stash.buffers)
 
 
 def test_pop_out_of_order_breaks_the_stash_for_good():
   ragged = ragged_of([8])
-  stash, first = ps.Stash.empty(24, SPECS).push(values_of(SPECS, 0, ragged)[0], ragged)
-  stash, second = stash.push(values_of(SPECS, 1, ragged)[0], ragged)
-  stash = stash.pop(first)
+  stash, first = push(ps.Stash.empty(24, SPECS), values_of(SPECS, 0, ragged)[0], ragged)
+  stash, second = push(stash, values_of(SPECS, 1, ragged)[0], ragged)
+  stash = pop(stash, first)
   assert stats_of(stash)[0] == 16
-  stash = stash.pop(second)
-  assert is_any_nan(stash.restore(first, ragged)) and is_any_nan(stash.restore(second, ragged))
+  stash = pop(stash, second)
+  assert is_any_nan(restore(stash, first, ragged)) and is_any_nan(restore(stash, second, ragged))
 
 
 def test_restore_with_other_groups_is_nan():
   ragged = ragged_of([8])
-  stash, slot = ps.Stash.empty(8, SPECS).push(values_of(SPECS, 0, ragged)[0], ragged)
-  assert is_any_nan(stash.restore(slot, ragged_of([9])))
+  stash, slot = push(ps.Stash.empty(8, SPECS), values_of(SPECS, 0, ragged)[0], ragged)
+  assert is_any_nan(restore(stash, slot, ragged_of([9])))
 
 
 @pytest.mark.parametrize(
