@@ -18,7 +18,7 @@ from pallas_stash import kernels, RaggedRows
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import once, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.support import (

@@ -18,7 +18,7 @@ import pytest
 import pallas_stash as ps
 from pallas_stash.kernels import dispatch
 from pallas_stash.kernels.tiling import choose_tiling
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import assert_trees_equal, needs_devices, once, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.support import (
