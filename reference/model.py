@@ -38,6 +38,7 @@ class Config:
     fsdp_axis: a mesh axis that each expert's weights are sharded over between uses; None for none.
     dtype: of parameters and activations. Norms and router compute in float32.
     grouped_matmul: as for `moe.expert_ffn`, returning the dtype of its `lhs`.
+    weights_before_down_projection: as for `moe.expert_ffn`.
   """
 
   vocab: int
@@ -51,6 +52,7 @@ class Config:
   fsdp_axis: str | None = None
   dtype: Any = jnp.float32
   grouped_matmul: Callable[..., jax.Array] = lax.ragged_dot
+  weights_before_down_projection: bool = False
 
   def __post_init__(self):
     if self.top_k > self.num_experts:

@@ -27,17 +27,28 @@ def param_specs(config):
   return {"router": PartitionSpec(), "experts": experts}
 
 
-def expert_ffn(tokens, row_tokens, choice_rows, weights, group_sizes, experts, *, grouped_matmul):
+def expert_ffn(
+  tokens,
+  row_choices,
+  choice_rows,
+  weights,
+  group_sizes,
+  experts,
+  *,
+  grouped_matmul,
+  weights_before_down_projection=False,
+):
   """The experts of one device, applied to the rows routed to them.
 
   Rows from `sum(group_sizes)` on are padding. What padding holds, in the arguments, in what
   `grouped_matmul` returns and in the cotangent of its `lhs`, does not matter, NaN included: it is
-  deselected wherever it enters, never multiplied by zero. The results of the grouped matmuls are
-  named "mlpwi_0", "mlpwi_1" and "mlpwo" for checkpoint policies.
+  deselected wherever it enters, never multiplied by zero. The results of the grouped matmuls that
+  the backward pass needs are named "mlpwi_0", "mlpwi_1" and "mlpwo" for checkpoint policies.
 
   Args:
     tokens: [num_tokens, width].
-    row_tokens: int32[total_rows], the token of each row, the rows in the order of their experts.
+    row_choices: int32[total_rows], the choice that each row is of, counted as `weights` has them
+      when flat; each once. The rows are in the order of their experts.
     choice_rows: int32[num_tokens, top_k], the row of each choice; in the padding or behind it for
       choices of other devices' experts.
     weights: float32[num_tokens, top_k], the weight of each choice in the sum for its token.
@@ -45,26 +56,51 @@ def expert_ffn(tokens, row_tokens, choice_rows, weights, group_sizes, experts, *
     experts: the experts' parameters.
     grouped_matmul: `(lhs [total_rows, k], rhs [local_experts, k, n], group_sizes) -> [total_rows,
       n]`, each group of rows times its own matrix.
+    weights_before_down_projection: whether the hidden rows are multiplied by their weights, rather
+      than what is made of them. The result is the same to rounding. The backward pass then needs no
+      "mlpwo": the gradient of the weight of a row is the sum over its hidden features.
 
   Returns:
     [num_tokens, width], the weighted sum of the experts' outputs for each token.
   """
-  live = (jnp.arange(row_tokens.shape[0]) < jnp.sum(group_sizes))[:, None]
+  live = (jnp.arange(row_choices.shape[0]) < jnp.sum(group_sizes))[:, None]
 
   def mask(rows):
     return jnp.where(live, rows, 0)
 
   def project(rows, name):
-    return mask(checkpoint_name(grouped_matmul(rows, experts[name], group_sizes), f"mlp{name}"))
+    return grouped_matmul(rows, experts[name], group_sizes)
 
+  def hidden_of(rows, name):
+    return mask(checkpoint_name(project(rows, name), f"mlp{name}"))
+
+  row_tokens = row_choices // weights.shape[1]
   rows = mask(tokens.at[row_tokens].get(mode="promise_in_bounds"))
-  out = project(jax.nn.silu(project(rows, "wi_0")) * project(rows, "wi_1"), "wo")
+  hidden = jax.nn.silu(hidden_of(rows, "wi_0")) * hidden_of(rows, "wi_1")
+  if weights_before_down_projection:
+    # Each choice has one row: the gradient need not sort them.
+    options = {"mode": "promise_in_bounds", "unique_indices": True}
+    row_weights = weights.reshape(-1).at[row_choices].get(**options)
+    # Masked for the cotangent's sake, of which the gradient of the weights is a sum.
+    out = mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), "wo"))
+    weights = jnp.ones_like(weights)
+  else:
+    out = mask(checkpoint_name(project(hidden, "wo"), "mlpwo"))
   # What is not here weighs nothing: were it filled by the gather, the gradient would leave it to a
   # scatter to drop rows.
   is_row = choice_rows < out.shape[0]
   weights = jnp.where(is_row, weights, 0)
   chosen = out.at[jnp.where(is_row, choice_rows, 0)].get(mode="promise_in_bounds")
   return jnp.sum(chosen * weights[:, :, None], axis=1).astype(tokens.dtype)
+
+
+def ffn_of(config):
+  """Returns `expert_ffn` with the options of a `model.Config`."""
+  return functools.partial(
+    expert_ffn,
+    grouped_matmul=config.grouped_matmul,
+    weights_before_down_projection=config.weights_before_down_projection,
+  )
 
 
 def route(x, router, config):
@@ -95,7 +131,8 @@ def sort_rows(expert_ids, first_expert, local_experts):
     local_experts: a Python integer, how many experts the device holds from there on.
 
   Returns:
-    row_tokens: int32[total_rows], where `total_rows` is `tokens * min(top_k, local_experts)`.
+    row_choices: int32[total_rows], the choice that each row is of, `token * top_k + its number`;
+      `total_rows` is `tokens * min(top_k, local_experts)`.
     choice_rows: int32[tokens, top_k], the row of each choice, past `total_rows` for some of other
       devices' experts.
     group_sizes: int32[local_experts].
@@ -107,7 +144,7 @@ def sort_rows(expert_ids, first_expert, local_experts):
   order = jnp.argsort(group, stable=True)
   choice_rows = jnp.argsort(order).reshape(num_tokens, top_k)
   group_sizes = jnp.sum(group[:, None] == jnp.arange(local_experts), axis=0, dtype=jnp.int32)
-  return order[:total_rows] // top_k, choice_rows, group_sizes
+  return order[:total_rows], choice_rows, group_sizes
 
 
 def moe_block(x, layer_params, state, *, config, ffn=None):
@@ -119,7 +156,7 @@ def moe_block(x, layer_params, state, *, config, ffn=None):
     state: any pytree, passed through `ffn`.
     config: a `model.Config`.
     ffn: `(state, group_sizes, *args) -> (out, state)`, `args` being the positional arguments of
-      `expert_ffn`. By default `expert_ffn` itself, and `state` is left alone.
+      `expert_ffn`. By default `ffn_of(config)`, and `state` is left alone.
 
   Returns:
     y: [..., width].
@@ -131,14 +168,14 @@ def moe_block(x, layer_params, state, *, config, ffn=None):
   tokens = x.reshape(-1, x.shape[-1])
   gathered = lax.all_gather(tokens, config.expert_axis, tiled=True)
   expert_ids, weights = route(gathered, layer_params["router"], config)
-  row_tokens, choice_rows, group_sizes = sort_rows(expert_ids, first_expert, local_experts)
+  row_choices, choice_rows, group_sizes = sort_rows(expert_ids, first_expert, local_experts)
   experts = layer_params["experts"]
   if config.fsdp_axis is not None:
     gather = functools.partial(lax.all_gather, axis_name=config.fsdp_axis, axis=1, tiled=True)
     experts = jax.tree.map(gather, experts)
-  args = (gathered, row_tokens, choice_rows, weights, group_sizes, experts)
+  args = (gathered, row_choices, choice_rows, weights, group_sizes, experts)
   if ffn is None:
-    out = expert_ffn(*args, grouped_matmul=config.grouped_matmul)
+    out = ffn_of(config)(*args)
   else:
     out, state = ffn(state, group_sizes, *args)
   out = lax.psum_scatter(out, config.expert_axis, tiled=True)

@@ -16,7 +16,7 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import kernels
 from pallas_stash.kernels import mosaic_tpu, xla
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import needs_devices
 from tests.helpers.support import assert_same_bits, integers, ON_TPU
 

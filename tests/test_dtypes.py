@@ -9,7 +9,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import dtypes
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import once
 from tests.helpers.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
 from tests.helpers.stashes import with_rows_taken

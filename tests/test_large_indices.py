@@ -15,7 +15,7 @@ import pytest
 from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import sizing
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import long, once, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.stashes import with_rows_taken

@@ -263,11 +263,11 @@ def test_the_reference_layer(grouped_matmul):
   experts, top_k = 2 * GROUPS, 2
   x = normal(5, ROWS // top_k, WIDTH)
   weights, expert_ids = lax.top_k(jax.nn.softmax(x @ normal(6, WIDTH, experts)), top_k)
-  row_tokens, choice_rows, sizes = moe.sort_rows(expert_ids, 0, GROUPS)
+  row_choices, choice_rows, sizes = moe.sort_rows(expert_ids, 0, GROUPS)
   ragged = ps.RaggedRows(sizes, ROWS)
   assert 8 < ragged.num_rows() < ROWS - 8
   matrices = {"wi_0": W, "wi_1": W / 2, "wo": WO}
-  args = x, row_tokens, choice_rows, weights, sizes, matrices
+  args = x, row_choices, choice_rows, weights, sizes, matrices
   fun = functools.partial(moe.expert_ffn, grouped_matmul=grouped_matmul)
   policy = SAVE("mlpwi_0", "mlpwi_1", "mlpwo")
   assert_independent(fun, *args, ragged=ragged, policy=policy)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_stash import RaggedRows
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.sampling import run_sampled
 from tests.helpers.support import as_rows, layouts, start_rows
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import once, once_on_default, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.slicing import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import assert_trees_equal
 from tests.helpers.support import (
   assert_same_bits,

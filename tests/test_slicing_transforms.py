@@ -12,7 +12,7 @@ import jax.test_util
 import numpy as np
 import pytest
 
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import (
   assert_trees_equal,
   needs_devices,

@@ -14,6 +14,10 @@ from reference import ragged_rows
 # Of all layouts, so that they are one program: several tiles for each of two cores.
 ROWS, GROUPS = 2560, 32
 
+# The reference.
+compact = jax.jit(ragged_rows.compact)
+expand = jax.jit(ragged_rows.expand, static_argnums=2)
+
 
 def update(operand, rows, start, sizes, starts, *, implementation):
   groups = {"group_sizes": sizes, "group_starts": starts, "implementation": implementation}
@@ -58,11 +62,11 @@ def check_copies(scale, dtype, layouts, padding="zero"):
     rows, stash = bits(), bits()
     groups = np.int32(start), *padded
     what = f"{dtype} {start=} {sizes=} {starts=}"
-    expected = ragged_rows.compact(rows, stash, start, sizes, starts)
+    expected = compact(rows, stash, *groups)
     assert_same_bits(write(stash, rows, *groups), expected, f"compact {what}")
-    is_row = ragged_rows.expand(np.ones((ROWS, 1)), start, ROWS, sizes, starts) == 1
+    is_row = np.asarray(expand(np.ones((ROWS, 1)), groups[0], ROWS, *padded)) == 1
     actual = np.asarray(read(expected, *groups))
-    expected = ragged_rows.expand(expected, start, ROWS, sizes, starts)
+    expected = np.asarray(expand(expected, groups[0], ROWS, *padded))
     there = is_row[:, 0] if padding == "undefined" else slice(None)
     assert_same_bits(actual[there], expected[there], f"expand {what}")
 
@@ -129,9 +133,9 @@ def many_calls(scale):
   stash, rows = (random_bits(rng, (n, scale.width), "int32") for n in (320, total_rows))
   actual = run(stash, rows)
   for i in range(calls):
-    groups = i % 37, [60 + i % 3, 31 + i % 3], [100 + i % 5, 1 + i % 5]
-    stash = ragged_rows.compact(rows, stash, *groups)
-    again = ragged_rows.expand(stash, groups[0], total_rows, *groups[1:])
+    start, *groups = i % 37, np.array([60, 31]) + i % 3, np.array([100, 1]) + i % 5
+    stash = compact(rows, stash, start, *groups)
+    again = np.asarray(expand(stash, start, total_rows, *groups))
     rows = np.where(again == 0, rows, ~again)
   for found, right in zip(actual, (stash, rows), strict=True):
     assert_same_bits(found, right, f"after {calls} calls")

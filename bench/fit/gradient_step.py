@@ -32,8 +32,8 @@ from bench.tpu import aot
 import pallas_stash as ps
 from reference import model, moe
 
-WAYS = ("remat", "save", "offload", "draft", "stash")
-DRAFT_MARGIN = 1.5
+WAYS = ("remat", "save", "offload", "chunks", "stash")
+CHUNK_MARGIN = 1.5
 AXES = ("fsdp", "expert")
 
 struct = jax.ShapeDtypeStruct
@@ -50,6 +50,7 @@ class Step:
     topology: as libtpu names it, such as "v5p:8x8x4".
     way: how residuals are kept, one of `WAYS`.
     residuals: names of the residuals that are kept; none for "remat".
+    weights_before_down_projection: of the model; then nothing needs "mlpwo".
     imbalance: rows that the stash has room for, as a multiple of the rows of perfect balance.
     tiling: of megablox.
   """
@@ -58,6 +59,7 @@ class Step:
   topology: str
   way: str
   residuals: tuple[str, ...]
+  weights_before_down_projection: bool
   imbalance: float = 1.0
   tiling: tuple[int, int, int] = (512, 1024, 1024)
 
@@ -74,6 +76,7 @@ class Step:
       fsdp_axis="fsdp",
       dtype=jnp.bfloat16,
       grouped_matmul=lambda lhs, rhs, sizes: gmm(lhs, rhs, sizes, lhs.dtype, self.tiling),
+      weights_before_down_projection=self.weights_before_down_projection,
     )
 
   @property
@@ -107,7 +110,7 @@ class Step:
 def _way(step):
   """Returns the buffers of the stash, and what makes `model.loss` keep residuals this way."""
   names = step.residuals
-  expert_ffn = functools.partial(moe.expert_ffn, grouped_matmul=step.config.grouped_matmul)
+  expert_ffn = moe.ffn_of(step.config)
   if step.way == "remat":
     return [], {"policy": None}
   if step.way == "save":
@@ -123,19 +126,19 @@ def _way(step):
   if step.way == "stash":
     f = ps.checkpoint(expert_ffn, policy=save_only(*names))
 
-    def ffn(stash, group_sizes, tokens, row_tokens, *args):
-      ragged = ps.RaggedRows(group_sizes, row_tokens.shape[0])
-      return f(stash, ragged, tokens, row_tokens, *args)
+    def ffn(stash, group_sizes, tokens, row_choices, *args):
+      ragged = ps.RaggedRows(group_sizes, row_choices.shape[0])
+      return f(stash, ragged, tokens, row_choices, *args)
 
     make = functools.partial(ps.Stash.empty, step.capacity_rows, step.row_structs)
     slot_name, seal = ps.SLOT_NAME, ps.seal
-  elif step.way == "draft":
-    chunk_rows = ps.sizing.capacity_rows(*step.routing, layers=1, margin=DRAFT_MARGIN)
+  elif step.way == "chunks":
+    chunk_rows = ps.sizing.capacity_rows(*step.routing, layers=1, margin=CHUNK_MARGIN)
     chunk_rows = min(chunk_rows, ps.sizing.worst_case_rows(*step.routing))
     f = fixed_chunks.checkpoint(expert_ffn, save_only(*names), chunk_rows)
 
-    def ffn(chunks, group_sizes, tokens, row_tokens, *args):
-      return f(chunks, (jnp.sum(group_sizes), row_tokens), tokens, row_tokens, *args)
+    def ffn(chunks, group_sizes, tokens, row_choices, *args):
+      return f(chunks, (jnp.sum(group_sizes), row_choices), tokens, row_choices, *args)
 
     make = functools.partial(fixed_chunks.empty, step.capacity_rows, chunk_rows, step.row_structs)
     slot_name, seal = fixed_chunks.SLOT_NAME, fixed_chunks.seal

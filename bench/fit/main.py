@@ -6,10 +6,12 @@ keeping residuals,
   remat: nothing is kept, everything is recomputed;
   save: worst-case residuals in HBM;
   offload: worst-case residuals in pinned host memory;
-  draft: fixed chunks of 1.5 times the expected rows (`fixed_chunks.py`);
+  chunks: fixed chunks of 1.5 times the expected rows (`fixed_chunks.py`);
   stash: a stash of the routed rows,
 
-and for each choice of residuals. What does not fit is compiled once more at a depth where it does.
+and for each choice of residuals. Where "mlpwo" is not among them, the model multiplies the routing
+weights in before the down projection, so that nothing needs it; where it is, behind. What does not
+fit is compiled once more at a depth where it does.
 Prints a table, and writes fit.json, fit.png (peak HBM) and fit_imbalance.png (how much room a stash
 needs where routing is imbalanced). Every figure is the compiler's. No TPU is needed. Fails if a
 promise of the README is broken. Run it from the repository root: `python -m bench.fit`.
@@ -32,10 +34,10 @@ from bench.tpu.environment import ENVIRONMENT
 
 MODEL = flags.DEFINE_enum("model", "deepseek-v3", PRESETS, "Whose published sizes to take.")
 TOPOLOGY = flags.DEFINE_string("topology", "v5p:8x8x4", "As libtpu names it.")
-WAYS = flags.DEFINE_list("ways", ["save", "offload", "draft", "stash"], "Beside remat.")
+WAYS = flags.DEFINE_list("ways", ["save", "offload", "chunks", "stash"], "Beside remat.")
 RESIDUALS = flags.DEFINE_multi_string(
   "residuals",
-  ["mlpwo", "mlpwi_0+mlpwi_1", "mlpwi_0+mlpwi_1+mlpwo"],
+  ["mlpwi_0+mlpwi_1", "mlpwo", "mlpwi_0+mlpwi_1+mlpwo"],
   "What to keep: names joined by +. Give the flag once for each choice.",
 )
 IMBALANCE = flags.DEFINE_float(
@@ -62,10 +64,11 @@ flags.register_validator(
 )
 
 KEYS = (
-  *("model", "topology", "layers", "residuals", "way", "fits", "peak_bytes", "host_bytes"),
-  *("needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),
+  *("model", "topology", "layers", "weights", "residuals", "way", "fits", "peak_bytes"),
+  *("host_bytes", "needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),
 )
 NONE = "none"  # the residuals of remat
+BEFORE, BEHIND = "before", "behind"  # where the weights are multiplied in: the down projection
 START = time.monotonic()
 
 
@@ -84,9 +87,13 @@ def main(args):
   figure.savefig(output / "fit.png", dpi=150)
   curves = imbalance.simulate(size)
   imbalance.plot(curves, title).savefig(output / "fit_imbalance.png", dpi=150)
-  print_lines(table_of(rows))
+  print_lines(table_of(rows), words=3)
+  print(
+    "weights: whether routing weights are multiplied in before the down projection or behind it."
+  )
+  print("FLOPs: relative to the save that replays least.\n")
   print("Layers recomputed, by the capacity as a multiple of the rows of perfect balance:")
-  print_lines(imbalance.table(curves))
+  print_lines(imbalance.table(curves), words=2)
   log(f"wrote fit.json, fit.png and fit_imbalance.png to {output}")
   # At other sizes XLA may hold what is restored beside all that it holds when it recomputes.
   failures = broken_promises(rows, spare_residuals=0 if MODEL.value == "deepseek-v3" else 2)
@@ -99,9 +106,14 @@ def log(message):
   print(f"[{time.monotonic() - START:6.1f} s] {message}", file=sys.stderr, flush=True)
 
 
-def step_of(size, way, residuals):
+def step_of(size, way, residuals, weights):
   names = () if residuals == NONE else tuple(residuals.split("+"))
-  return gradient_step.Step(size, TOPOLOGY.value, way, names, IMBALANCE.value)
+  return gradient_step.Step(size, TOPOLOGY.value, way, names, weights == BEFORE, IMBALANCE.value)
+
+
+def weights_of(residuals):
+  """Where the weights are multiplied in for a choice of residuals."""
+  return BEHIND if "mlpwo" in residuals.split("+") else BEFORE
 
 
 def measure(size):
@@ -110,21 +122,25 @@ def measure(size):
   What does not fit is followed by the same at a depth where it does, beside what it is compared
   with there.
   """
-  rows = [compile_row(step_of(size, "remat", NONE))]
-  floor = rows[0]["peak_bytes"]
+  rows, floors = [], {}
   for residuals in RESIDUALS.value:
-    steps = {way: step_of(size, way, residuals) for way in WAYS.value}
+    weights = weights_of(residuals)
+    if weights not in floors:
+      rows.append(compile_row(step_of(size, "remat", NONE, weights)))
+      floors[weights] = rows[-1]["peak_bytes"]
+    floor = floors[weights]
+    steps = {way: step_of(size, way, residuals, weights) for way in WAYS.value}
     found = {way: compile_row(step) for way, step in steps.items()}
     rows += found.values()
     refused = [way for way in found if found[way]["fits"] is False]
     if floor and "save" in refused:
       fewer = shallower(size, floor, steps["save"].worst_case_bytes)
       ways = [way for way in WAYS.value if way == "stash" or way in refused]
-      rows += [compile_row(step_of(fewer, way, residuals)) for way in ways]
+      rows += [compile_row(step_of(fewer, way, residuals, weights)) for way in ways]
     if floor and "stash" in refused:
       fewer = shallower(size, floor, steps["stash"].stash_bytes)
-      rows.append(compile_row(step_of(fewer, "remat", NONE)))
-      rows.append(compile_row(step_of(fewer, "stash", residuals)))
+      rows.append(compile_row(step_of(fewer, "remat", NONE, weights)))
+      rows.append(compile_row(step_of(fewer, "stash", residuals, weights)))
   return rows
 
 
@@ -148,6 +164,7 @@ def compile_row(step):
     model=MODEL.value,
     topology=step.topology,
     layers=step.size.layers,
+    weights=BEFORE if step.weights_before_down_projection else BEHIND,
     residuals=residuals,
     way=step.way,
   )
@@ -170,32 +187,28 @@ def gigabytes(number):
   return "-" if number is None else f"{number / 1e9:.1f}"
 
 
-def flops_of_save(rows, row):
-  """FLOPs relative to `save` of the same residuals, a layer; None where not known.
+def relative_flops(rows, row):
+  """FLOPs of a layer, relative to those of the `save` that replays least; None where not known.
 
   All layers are alike, and nothing but layers takes FLOPs to speak of, so depths may differ.
   """
   of_layer = lambda row: row["flops"] / row["layers"]
-  same = [
-    r for r in rows if r["way"] == "save" and r["flops"] and r["residuals"] == row["residuals"]
-  ]
-  if row["way"] == "remat":  # of whatever residuals: saving them takes the fewest
-    same = [r for r in rows if r["way"] == "save" and r["flops"]]
-  if not same or not row["flops"]:
-    return None
-  return of_layer(row) / min(map(of_layer, same))
+  saves = [of_layer(r) for r in rows if r["way"] == "save" and r["flops"]]
+  return of_layer(row) / min(saves) if saves and row["flops"] else None
 
 
 def table_of(rows):
   """A line for each row."""
   lines = [
-    ("residuals", "way", "layers", "fits", "HBM", "host", "needs", "FLOPs", "copies of", *2 * [""]),
-    ("", "", "", "", *3 * ["GB"], "of save", "the stash", "trace s", "compile s"),
+    ("weights", "residuals", "way", "layers", "fits", "HBM", "host", "needs")
+    + ("FLOPs", "copies of", "trace", "compile"),
+    ("", "", "", "", "", *3 * ["GB"], "of save", "the stash", *2 * ["s"]),
   ]
   for row in rows:
-    relative = flops_of_save(rows, row)
+    relative = relative_flops(rows, row)
     lines.append(
       (
+        row["weights"],
         row["residuals"],
         row["way"],
         str(row["layers"]),
@@ -212,12 +225,12 @@ def table_of(rows):
   return lines
 
 
-def print_lines(lines):
-  """Prints a table, its first two columns left-aligned."""
+def print_lines(lines, words):
+  """Prints a table, its first `words` columns left-aligned."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   print()
   for line in lines:
-    cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(line)]
+    cells = [f"{cell:{'<' if i < words else '>'}{widths[i]}}" for i, cell in enumerate(line)]
     print("  ".join(cells).rstrip())
   print()
 
@@ -235,18 +248,19 @@ def broken_promises(rows, spare_residuals=0):
     for row in rows
     if row["fits"] is None
   ]
-  fitting = {(row["way"], row["residuals"], row["layers"]): row for row in rows if row["fits"]}
-  for (way, residuals, layers), row in fitting.items():
+  key = lambda row: (row["way"], row["weights"], row["residuals"], row["layers"])
+  fitting = {key(row): row for row in rows if row["fits"]}
+  for (way, weights, residuals, layers), row in fitting.items():
     name = f"{way} {residuals}, {layers} layers"
     if row["stash_copies"]:
       broken.append(f"{name}: the program copies the stash {row['stash_copies']} times")
     if way != "stash":
       continue
-    if remat := fitting.get(("remat", NONE, layers)):
+    if remat := fitting.get(("remat", weights, NONE, layers)):
       extra = row["peak_bytes"] - remat["peak_bytes"]
       if extra > 1.02 * row["stash_bytes"] + spare_residuals * row["layer_bytes"]:
         broken.append(f"{name}: {extra:,} bytes more than remat for {row['stash_bytes']:,} stashed")
-    if save := fitting.get(("save", residuals, layers)):
+    if save := fitting.get(("save", weights, residuals, layers)):
       if None in (row["flops"], save["flops"]) or row["flops"] > save["flops"]:
         broken.append(f"{name}: {row['flops']} FLOPs, {save['flops']} of save")
       if row["cpu_seconds"] > 1.25 * save["cpu_seconds"]:

@@ -10,20 +10,23 @@ def plot(rows: list[dict], layers: int, limit: int, title: str) -> Figure:
   """Draws a bar for each way at full depth, and beside what is refused a hatched one.
 
   Args:
-    rows: as `bench.fit` makes them; those of other depths are left out.
+    rows: as `bench.fit` makes them; those of other depths are left out. Each stands on the `remat`
+      that multiplies the routing weights in at the same place.
     layers: the full depth.
     limit: bytes of HBM of a device.
     title: of the figure.
   """
   rows = [row for row in rows if row["layers"] == layers]
-  (remat,) = (row for row in rows if row["way"] == "remat")
-  weights, floor = remat.get("weight_bytes") or 0, remat["peak_bytes"] or 0
+  remat = {row["weights"]: row for row in rows if row["way"] == "remat"}
   figure = Figure(figsize=(12, 6), layout="constrained")
   axes = figure.subplots()
   # A gap between the choices of residuals.
-  choices = list(dict.fromkeys(row["residuals"] for row in rows))
-  places = np.array([i + 0.6 * choices.index(row["residuals"]) for i, row in enumerate(rows)])
+  choice_of = lambda row: (row["residuals"], row["weights"])
+  choices = list(dict.fromkeys(map(choice_of, rows)))
+  places = np.array([i + 0.6 * choices.index(choice_of(row)) for i, row in enumerate(rows)])
   for place, row in zip(places, rows, strict=True):
+    same = remat[row["weights"]]
+    weights, floor = same.get("weight_bytes") or 0, same["peak_bytes"] or 0
     draw_bar(axes, place, row, weights / 1e9, floor / 1e9)
   axes.axhline(limit / 1e9, color=LIMIT)
   axes.annotate(
@@ -36,17 +39,17 @@ def plot(rows: list[dict], layers: int, limit: int, title: str) -> Figure:
     bbox=dict(boxstyle="square,pad=0.2", fc="white", ec="none", alpha=0.8),
   )
   axes.set_xticks(places, [row["way"] for row in rows])
-  for residuals in choices:
-    middle = np.mean(
-      [p for p, row in zip(places, rows, strict=True) if row["residuals"] == residuals]
-    )
+  for choice in choices:
+    middle = np.mean([p for p, row in zip(places, rows, strict=True) if choice_of(row) == choice])
+    residuals, weights = choice
     axes.annotate(
-      residuals.replace("none", ""),
+      f"weights\n{weights} wo" if residuals == "none" else residuals,
       (middle, 0),
       xycoords=axes.get_xaxis_transform(),
-      xytext=(0, -30),
+      xytext=(0, -20),
       textcoords="offset points",
       ha="center",
+      va="top",
       weight="bold",
     )
   axes.set_ylabel("peak HBM of a device, GB")

@@ -74,9 +74,10 @@ def moe_layer(weights, x, state, ffn, expert_axis=None):
   first = lax.axis_index(expert_axis) * (EXPERTS // devices) if expert_axis else 0
   tokens = lax.all_gather(x, expert_axis, tiled=True) if expert_axis else x
   scores, expert_ids = lax.top_k(matmul(tokens, weights["router"]), TOP_K)
-  row_tokens, choice_rows, sizes = sort_rows(expert_ids, first, EXPERTS // devices)
+  row_choices, choice_rows, sizes = sort_rows(expert_ids, first, EXPERTS // devices)
   gates = jnp.where(jnp.abs(scores) <= 2, scores, 0)
-  args = (tokens, row_tokens, choice_rows, gates, sizes, weights["wi"], weights["wo"])
+  matrices = weights["wi"], weights["wo"]
+  args = (tokens, row_choices // TOP_K, choice_rows, gates, sizes, *matrices)
   out, state = ffn(state, sizes, *args)
   out = lax.psum_scatter(out, expert_axis, tiled=True) if expert_axis else out
   return window(x + out), state, expert_ids

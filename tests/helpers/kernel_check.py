@@ -11,7 +11,7 @@ import numpy as np
 from pallas_stash import kernels, RaggedRows
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling
-from reference import ragged_rows
+from tests.helpers import ragged_rows
 from tests.helpers.checks import OPTIMIZED
 from tests.helpers.support import as_rows, assert_same_bits, GROUPS, nan_of, random_bits
 
