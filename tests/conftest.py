@@ -4,16 +4,14 @@ On a TPU host nothing is set and the same tests run the compiled kernels.
 """
 
 import collections
-import glob
 import itertools
 import os
 
-from bench.tpu.environment import ENVIRONMENT
+from bench.tpu.environment import ENVIRONMENT, has_tpu
 
 OPTIMIZATION = "xla_backend_optimization_level"
-ON_TPU = bool(glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"))
 
-if not ON_TPU:
+if not has_tpu():
   # Before jax is imported: eight devices, and a TPU compiler that looks for no TPU.
   flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
   # Most of the time would be spent on making code fast that runs once, for this CPU alone: what is

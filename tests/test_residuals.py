@@ -19,7 +19,6 @@ SAVE = jax.checkpoint_policies.save_only_these_names
 RAGGED = ps.RaggedRows(jnp.array([5], jnp.int32), ROWS)
 X = jnp.where(jnp.arange(ROWS)[:, None] < 5, jax.random.normal(jax.random.key(0), (ROWS, WIDTH)), 0)
 W = jnp.eye(WIDTH) + 0.5
-ON_TPU = jax.default_backend() == "tpu"
 
 
 def gradients_of(fun, *args, policy=None, capacity=16, **kwargs):

@@ -11,6 +11,11 @@ ENVIRONMENT = dict(
 )
 
 
-def has_accelerator():
-  """Returns whether this host has a TPU or a GPU."""
-  return any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*")))
+def has_tpu() -> bool:
+  """Returns whether this host has a TPU: asked of its devices, as jax is not to be imported yet."""
+  return any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+
+
+def has_accelerator() -> bool:
+  """Returns whether this host has a TPU or an NVIDIA GPU."""
+  return has_tpu() or bool(glob.glob("/dev/nvidia[0-9]*"))
