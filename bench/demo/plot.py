@@ -1,13 +1,15 @@
-"""The plot of the demo: how many rows the router sends where, and how many XLA must plan for."""
+"""The plots of the demo: the rows that are routed where, and the memory of one step over time."""
 
 from matplotlib.figure import Figure
 import numpy as np
+
+from bench.demo.memory import LiveBytes
 
 RED, ORANGE = "#b2182b", "#d95f02"
 DEVICE_COLORS = ("#08306b", "#2171b5", "#6baed6", "#41ab5d")
 
 
-def plot(
+def plot_rows(
   rows: np.ndarray, worst_case_rows: int, expected_rows: int, capacities: dict[str, int]
 ) -> Figure:
   """Draws the routed rows against the worst case, layer by layer and all together.
@@ -54,4 +56,30 @@ def plot(
     axes.set_ylim(0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.yaxis.set_major_formatter("{x:,.0f}")
+  return figure
+
+
+def plot_memory(live_bytes: dict[str, LiveBytes]) -> Figure:
+  """Draws the bytes of temporaries of one step over time, by the name of the training."""
+  figure = Figure(figsize=(10, 5), layout="constrained")
+  axes = figure.subplots()
+  for (name, live), color in zip(live_bytes.items(), (RED, DEVICE_COLORS[1]), strict=True):
+    passes = enumerate((live.forward, live.backward))
+    times = [turn + np.linspace(0, 1, len(found), endpoint=False) for turn, found in passes]
+    megabytes = np.concatenate([live.forward, live.backward]) / 1e6
+    label = f"{name}: at most {megabytes.max():.1f} MB"
+    axes.fill_between(np.concatenate(times), megabytes, step="post", color=color, alpha=0.25, lw=0)
+    axes.step(np.concatenate(times), megabytes, where="post", color=color, lw=1, label=label)
+  axes.axvline(1, color="0.4", ls=":")
+  axes.set_xticks((0.5, 1.5), ("forward", "backward"))
+  axes.tick_params(axis="x", length=0)
+  axes.set_xlabel(
+    "instructions in the compiler's order; of each loop, that over layers too, one turn"
+  )
+  axes.set_ylabel("temporaries that are live on a device, MB")
+  axes.set_title("Memory of one gradient step: the compiler's live ranges and buffer assignment")
+  axes.margins(x=0)
+  axes.set_ylim(0)
+  axes.spines[["top", "right"]].set_visible(False)
+  axes.legend(frameon=False, loc="upper left")
   return figure

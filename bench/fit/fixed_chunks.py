@@ -1,12 +1,12 @@
 """Fixed-chunk stashing, for comparison: what `lax.dynamic_update_slice` alone can do.
 
-The scheme of MaxText's draft of paged stashing (pull request 3493): of each residual, one layer
+The scheme of MaxText's pull request 3493, paged stashing: of each residual, one layer
 writes a chunk of fixed size into a shared buffer, at a running row pointer that advances by the
 rows which are really there. The next layer overwrites the rest of the chunk. A chunk is the
 expected rows times a margin, so a layer that receives more than that cannot be stored, and every
 layer moves all of its chunk.
 
-What the draft left open is completed here: the backward pass reads the buffers out of their own
+What was left open there is completed here: the backward pass reads the buffers out of their own
 cotangent, a layer that does not fit is recomputed, the buffers end with a chunk of slack so that no
 write is clamped onto earlier rows, and rows of later layers are masked when a chunk is read.
 """
