@@ -1,11 +1,12 @@
 """`make demo`: trains a small ring-of-experts model, with and without the stash."""
 # ruff: noqa: E402  The environment must be set before jax is imported.
 
-import glob
 import os
 
+from bench.tpu.environment import has_tpu
+
 # Four virtual CPU devices, unless the host has TPUs.
-if not glob.glob("/dev/accel*") + glob.glob("/dev/vfio/[0-9]*"):
+if not has_tpu():
   xla_flags = os.environ.get("XLA_FLAGS", "")
   if "xla_force_host_platform_device_count" not in xla_flags:
     xla_flags += " --xla_force_host_platform_device_count=4"
