@@ -19,7 +19,7 @@ from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash.kernels.tiling import row_alignment
 from reference import moe
-from tests.helpers.checks import long, once, once_on_default
+from tests.helpers.checks import long, ON_DEFAULT, once, once_on_default
 from tests.helpers.kernel_check import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 from tests.helpers.support import as_rows, IMPLEMENTATIONS
 
@@ -69,7 +69,7 @@ def counting_copy(destination_rows, noted):
   return CountedCopy
 
 
-@pytest.mark.once
+@ON_DEFAULT
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="counts interpreted DMAs")
 @pytest.mark.parametrize(
   "kernel, case, dtype",

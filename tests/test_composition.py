@@ -50,7 +50,7 @@ def test_the_cases_have_all_pairs():
   assert all_pairs() <= set().union(*map(pairs_of, cases_of_all_pairs()))
 
 
-@pytest.mark.once
+@ON_DEFAULT
 def test_the_arithmetic_is_exact():
   """No rounding where numbers grow most: the plain program computes the same in float64."""
   moe_layers = (True,) * LAYERS

@@ -13,7 +13,14 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal, long, needs_devices
+from tests.helpers.checks import (
+  assert_trees_equal,
+  long,
+  needs_devices,
+  ON_DEFAULT,
+  once,
+  once_on_default,
+)
 from tests.helpers.composition import AXES, Case, cases_of_all_pairs
 from tests.helpers.composition_check import check, expected_gradients
 from tests.helpers.composition_flax import LinenLayer, NnxLayer
@@ -35,7 +42,9 @@ ROWS = 200  # Enough for the experts of all layers but one, and no other size of
 @pytest.mark.parametrize(
   "case",
   [
-    Case(call="eager", remat="save names", result="value and aux", capacity="half"),
+    once_on_default(
+      Case(call="eager", remat="save names", result="value and aux", capacity="half")
+    ),
     long(Case(call="eager", loop="unrolled", vmap="inputs")),
     pytest.param(
       Case(call="eager", remat="save names", devices="2", shard_map="in layer"),
@@ -78,6 +87,7 @@ def test_linen_scan_and_remat():
   assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
 
+@ON_DEFAULT
 def test_nnx_scan_and_remat():
   params, tokens = params_and_tokens()
   model = NnxLayer(params, stashing_layer)
@@ -96,6 +106,7 @@ def test_nnx_scan_and_remat():
   assert_trees_equal((value, nnx.to_pure_dict(gradients)), expected_gradients(Case()))
 
 
+@pytest.mark.once
 def test_gradients_of_each_example():
   """`vmap` of `grad`, not `grad` of `vmap`."""
   case = Case(vmap="models", remat="save names")
@@ -105,15 +116,15 @@ def test_gradients_of_each_example():
   assert_trees_equal(jax.jit(gradient)(params, tokens[0]), expected_gradients(case)[1])
 
 
-def two_axes(axis, other, quick):
-  """Parameters: an option of each of two axes; pairs that are not quick for long."""
-  every = itertools.product(AXES[axis], AXES[other])
-  return [pair if pair in quick else long(*pair) for pair in every]
+def two_axes(axis, other, first, second):
+  """Parameters: an option of each of two axes, each of two pairs once, others for long."""
+  marks = {first: once, second: once_on_default}
+  return [marks.get(pair, long)(*pair) for pair in itertools.product(AXES[axis], AXES[other])]
 
 
 @pytest.mark.parametrize(
   "shard_map, cond",
-  two_axes("shard_map", "cond", [("around", "yes"), ("in layer, unchecked", "no")]),
+  two_axes("shard_map", "cond", ("around", "yes"), ("in layer, unchecked", "no")),
 )
 def test_evaluation_does_not_touch_the_stash(shard_map, cond):
   """Without gradients the compiled program at most hands it on."""
@@ -133,7 +144,7 @@ def test_evaluation_does_not_touch_the_stash(shard_map, cond):
 
 
 @pytest.mark.parametrize(
-  "remat, cond", two_axes("remat", "cond", [("none", "yes"), ("save names", "no")])
+  "remat, cond", two_axes("remat", "cond", ("none", "yes"), ("save names", "no"))
 )
 def test_no_layer_saves_the_stash(remat, cond):
   """Nothing has the stash's shape and an axis of layers."""

@@ -53,11 +53,21 @@ def stash_of(dtype, rows=ROWS):
   return push_and_restore, (stash, struct((ROWS, WIDTH), scalar), SIZES, SIZES)
 
 
+COMMON = "float32", "bfloat16", "float8_e4m3fn", "float16"
+
+
+def marks_of(i, dtype, is_turn):
+  """Returns the marks of dtype number i: for long if it is not its turn; common ones on both."""
+  if not is_turn:
+    return pytest.mark.long
+  return () if dtype.name in COMMON else (pytest.mark.once, ON_DEFAULT)[i % 2]
+
+
 def in_both_modes(table):
   """Returns parameters: each dtype in one mode, by turns, and in the other in the long target."""
   return [
     pytest.param(
-      *(dtype, x64), id=f"{dtype.name}-{x64}", marks=[] if i % 2 == x64 else pytest.mark.long
+      *(dtype, x64), id=f"{dtype.name}-{x64}", marks=marks_of(i // 2, dtype, i % 2 == x64)
     )
     for i, dtype in enumerate(table)
     for x64 in (False, True)
@@ -97,24 +107,16 @@ def compiled(chip, fun, args):
 
 
 def compiles(tables):
-  """Returns parameters: each dtype on one chip, by turns, and on the others in the long target.
-
-  The common ones compile with every jax.
-  """
-
-  def marks_of(i, dtype, chip):
-    if chip != CHIPS[i % 4]:
-      return pytest.mark.long
-    return () if dtype.name in COMMON else (pytest.mark.once, ON_DEFAULT)[i % 2]
-
+  """Returns parameters: each dtype on one chip, by turns, and on the others in the long target."""
   return [
-    pytest.param(dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(i, dtype, chip))
+    pytest.param(
+      dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(i, dtype, chip == CHIPS[i % 4])
+    )
     for i, dtype in enumerate(tables)
     for chip in CHIPS
   ]
 
 
-COMMON = "float32", "bfloat16", "float8_e4m3fn", "float16"
 KEPT_AS_ANOTHER = [d for d in TABLE if d.stored_as not in (None, d.name)]
 OF_KERNELS = [d for d in TABLE if d.stored_as == d.name and d.tpu]
 

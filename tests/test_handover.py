@@ -11,7 +11,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import handover
-from tests.helpers.checks import assert_trees_equal, is_any_nan, once, once_on_default
+from tests.helpers.checks import assert_trees_equal, is_any_nan, ON_DEFAULT, once, once_on_default
 from tests.helpers.three_layers import experts, layer, LAYERS, ROWS, SPECS, WEIGHTS, with_gmm, X
 
 
@@ -177,8 +177,8 @@ def test_stashes_that_are_used_again_count_on():
   "layers, found",
   [
     ([layer] * LAYERS, []),
-    ([layer, recomputed(layer), layer], [(1, 1, 2)]),
-    ([recomputed(layer)] * LAYERS, [(0, 0, 1)]),
+    once_on_default([layer, recomputed(layer), layer], [(1, 1, 2)]),
+    once([recomputed(layer)] * LAYERS, [(0, 0, 1)]),
   ],
 )
 def test_debug_prints_which_push_found_what(capsys, layers, found):
@@ -190,6 +190,7 @@ def test_debug_prints_which_push_found_what(capsys, layers, found):
   assert [tuple(map(int, numbers)) for numbers in re.findall(pattern, printed)] == found
 
 
+@ON_DEFAULT
 def test_debug_says_that_it_was_never_sealed(capsys):
   def loss(weights):
     return jnp.sum(layer((X, ps.Stash.empty(ROWS, SPECS)), weights[0])[0])

@@ -89,7 +89,7 @@ def test_without_group_starts(masks, residual, policy, capsys):
     ((True, True), []),
     # That the result is masked is enough; but of a residual it is not known.
     long((False, True), [DATA]),
-    ((False, False), [DATA, USED]),
+    once((False, False), [DATA, USED]),
   ],
 )
 def test_with_group_starts(masks, lines, capsys):
@@ -127,6 +127,7 @@ def test_the_loss_that_uses_no_row_outside(capsys):
   assert lines and all(line.startswith(DATA) for line in lines)
 
 
+@ON_DEFAULT
 def test_a_push_by_itself(capsys):
   with ps.debug():
     for start in (0, START):

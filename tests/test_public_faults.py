@@ -110,7 +110,7 @@ def test_router_weights_have_their_gradient():
   """MaxText pull 5042: a `None` cotangent silently makes the gradient of the router zero."""
   # Programs that `test_gradients.py` compiles too.
   saved = moe_training.gradients(CONFIG, 2, "inside", check_vma=True)[1]
-  options = {"capacity": 10_000, "room": 10_000, "check_vma": True}
+  options = {"check_vma": True, "capacity": 10_000, "room": 10_000}
   stashed = moe_training.gradients(CONFIG, 2, "inside", **options)[1]
   router, expected = (gradients["layers"]["moe"]["router"] for gradients in (stashed, saved))
   assert (np.abs(router).max(axis=(1, 2)) > 1e-6).all()  # In every layer.

@@ -33,7 +33,6 @@ UNEVEN = Case(101, 100, 69, 130, column_blocks=((0, 256),))
 # More tiles for each core than there are slots, so that slots are reused.
 MANY_TILES = Case(352, 128, 328, 128)
 TWO_BLOCKS = Case(168, 200, 136, 384, tile_rows=64, column_blocks=((0, 256), (256, 128)))
-SMALL = Case(32, 128, 40, 128)
 LONG = Case(2**11, 128, 2**12, 128)
 
 
