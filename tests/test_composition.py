@@ -32,7 +32,11 @@ def test_pairs(case):
   check(case)
 
 
-ONCE = {"MaxText, offloading": [pytest.mark.once], "accumulation": [ON_DEFAULT]}
+ONCE = {
+  "MaxText, offloading": [pytest.mark.once],
+  "one shard_map": [pytest.mark.once],
+  "accumulation": [ON_DEFAULT],
+}
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ import pytest
 from bench.tpu import aot
 import pallas_stash as ps
 from tests.helpers import moe_training
-from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, ON_DEFAULT
+from tests.helpers.checks import (
+  assert_trees_equal,
+  is_any_nan,
+  long,
+  needs_devices,
+  ON_DEFAULT,
+  once,
+)
 from tests.helpers.support import random_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 3
@@ -214,7 +221,7 @@ def test_layers_that_overflow_are_recomputed(capsys):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("check_vma", [True, long(False)])
+@pytest.mark.parametrize("check_vma", [once(True), long(False)])
 def test_devices_are_checked_one_by_one(check_vma, capsys):
   mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
   # Of the two rows that change, one holds nothing.
@@ -269,7 +276,7 @@ def test_off_it_costs_nothing():
   assert push(ones())[1].checksum is None
 
 
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("enabled", [once(False), True])
 def test_programs_for_a_tpu(enabled):
   pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
   args = aot.place(jax.eval_shape(arguments), aot.mesh("v5e"))

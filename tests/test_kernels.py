@@ -39,13 +39,17 @@ from tests.helpers.support import (
 )
 
 XLA, MOSAIC = IMPLEMENTATIONS
-CASES = [(UNEVEN, dtype) for dtype in DTYPES] + [(MANY_TILES, "bfloat16"), (TWO_BLOCKS, "int8")]
 
 # Of the kernels, few are interpreted by `make test`, and one of them with every jax.
 IN_EVERY_CASE = [
-  *((XLA, case, dtype) for case, dtype in CASES),
+  *((XLA, UNEVEN, dtype) for dtype in ("float32", "bfloat16", "int8")),
+  *(once(XLA, UNEVEN, dtype) for dtype in ("float16", "int32")),
+  *(once_on_default(XLA, UNEVEN, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+  (XLA, MANY_TILES, "bfloat16"),
+  (XLA, TWO_BLOCKS, "int8"),
   (MOSAIC, UNEVEN, "bfloat16"),
-  *(once_on_default(MOSAIC, case, dtype) for case, dtype in CASES[len(DTYPES) :]),
+  once(MOSAIC, MANY_TILES, "bfloat16"),
+  once_on_default(MOSAIC, TWO_BLOCKS, "int8"),
   *(long_if_interpreted(MOSAIC, UNEVEN, d) for d in DTYPES if d != "bfloat16"),
 ]
 
