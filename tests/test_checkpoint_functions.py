@@ -20,6 +20,7 @@ from tests.helpers.masked_experts import (
   weights,
   X,
 )
+from tests.helpers.stashes import with_rows_taken
 
 CAPACITY = 64
 
@@ -48,7 +49,7 @@ def gradients_with(rooms, fun, *args, specs=None, ragged=None, **options):
   def gradient(room, *args):
     def with_stash(*args):
       stash = ps.Stash.empty(CAPACITY, specs)
-      stash.top += CAPACITY - room
+      stash = with_rows_taken(stash, CAPACITY - room)
       return total(ps.seal(*f(stash, ragged, *args)))
 
     return jax.grad(with_stash, differentiable)(*args)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_stash as ps
+from tests.helpers.stashes import with_rows_taken
 
 TOTAL_ROWS, FEATURES = 32, 8
 CAPACITY = 128  # Of four layers at worst.
@@ -50,7 +51,7 @@ def loss(weights, x, counts, room=None, fresh=lambda buffer: buffer):
     stash = ps.Stash.empty(CAPACITY, [jax.ShapeDtypeStruct((FEATURES,), jnp.float32)])
     taken = CAPACITY - room
     stash.buffers = tuple(map(fresh, stash.buffers))
-    stash.top += taken
+    stash = with_rows_taken(stash, taken)
 
   def layer(carry, xs):
     x, stash = carry
