@@ -104,6 +104,7 @@ def match_residuals(specs: Specs, found: Sequence[tuple[Any, Any]]) -> list[int]
     describe = lambda pairs: sorted(f"{jnp.dtype(dtype)}{list(shape)}" for shape, dtype in pairs)
     raise ValueError(
       f"The rows to store, {describe(found)}, must be those that the stash was made for,"
-      f" {describe((s.shape, s.dtype) for s in specs)}: `f.residuals` gives what `Stash.empty` wants."
+      f" {describe((s.shape, s.dtype) for s in specs)}. `f.residuals` gives what `Stash.empty`"
+      " wants."
     )
   return order
