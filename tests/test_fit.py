@@ -20,7 +20,7 @@ CHOICES = ["mlpwi_0+mlpwi_1", "mlpwo", "mlpwi_0+mlpwi_1+mlpwo"]
 WEIGHTS = [fit.BEFORE, fit.BEHIND, fit.BEHIND]
 # Large enough that XLA moves no buffer of the stash to VMEM, which would count as a copy of it.
 SMALL = ModelSize(
-  layers=58, width=512, hidden=512, num_experts=8, top_k=2, batch=1, seq=1024, expert_axis=4
+  layers=58, width=512, hidden=2048, num_experts=8, top_k=2, batch=1, seq=256, expert_axis=4
 )
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 
