@@ -1,7 +1,7 @@
 # `make demo` runs the main job, `make test` the tests; each sets up all it needs in .venv.
-# `make suite` is the tests without what is the same on every Python. `make test-long` is all tests,
-# those that take minutes too, compiled as users compile; SEED is that of the sampled ones, another
-# one every time unless it is given.
+# `make suite` is the tests without lint and bench-check, SHARE=newest or default a part of them.
+# `make test-long` is all tests, those that take minutes too, compiled as users compile; SEED is that
+# of the sampled ones, another one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
@@ -12,7 +12,6 @@ BENCH_PYTHON ?= $(shell .ci/newest-python)
 BENCH_VENV ?= .venv-bench
 BENCH_RUN = $(BENCH_VENV)/bin/python
 WORKERS ?= 2
-TESTS ?= not long
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
 # What pip would install with the package and these extras, but not the package.
@@ -31,7 +30,7 @@ fit: $(VENV)/ready
 test: lint bench-check suite
 
 suite: $(VENV)/ready
-	$(RUN) -m pytest -m "$(TESTS)" -n $(WORKERS) --dist worksteal
+	$(RUN) -m pytest -m "not long" $(addprefix --share=,$(SHARE)) -n $(WORKERS) --dist worksteal
 
 test-long: $(VENV)/ready
 	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)

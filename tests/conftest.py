@@ -25,7 +25,7 @@ if not has_tpu():
 from hypothesis import settings  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.helpers import sampling  # noqa: E402
+from tests.helpers import sampling, share  # noqa: E402
 
 settings.register_profile("pallas_stash", sampling.PROFILE)
 settings.load_profile("pallas_stash")
@@ -33,6 +33,18 @@ settings.load_profile("pallas_stash")
 # What the interpreter prints where it could raise an error: of a race not every jax does, and of a
 # semaphore that is still raised when its kernel ends none.
 COMPLAINTS = "RACE DETECTED", "has non-zero count"
+
+
+def pytest_addoption(parser):
+  parser.addoption("--share", choices=share.SHARES, help="of `.ci/run`: see tests/helpers/share.py")
+
+
+@pytest.hookimpl(trylast=True)  # Behind `-m`: what it leaves is shared out.
+def pytest_collection_modifyitems(config, items):
+  if name := config.getoption("share"):
+    kept = share.share_of(items, name)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -25,6 +25,8 @@ from tests.helpers.three_layers import (
   X,
 )
 
+pytestmark = pytest.mark.both  # One jax refuses what the other can run.
+
 FLAGS = "jax_remat3", "jax_custom_vjp3"
 RUNS_FLAGS = "generic_batching" in inspect.signature(jax.custom_vjp.defvjp).parameters
 

@@ -1,0 +1,57 @@
+"""Which tests `.ci/run` runs on which of its two Pythons, `--share=default` and `--share=newest`.
+
+- A test that is marked `once` is alike with every jax: on the newest Python, or with
+  `once(on="default")` on the default one, so that both finish together.
+- A test of several values runs on both, with every other value on each, as the squares of a
+  chessboard where there are several parameters: each jax runs every test, and every value.
+- All else, and what is marked `both`, runs on both.
+
+Without `--share` everything runs: `make test` and `make test-long`.
+"""
+
+import collections
+
+SHARES = "newest", "default"
+
+
+def share_of(items, share):
+  """Returns the items of `share`, in their order.
+
+  Args:
+    items: pytest items, all that run if nothing is shared.
+    share: one of `SHARES`.
+  """
+  tests = collections.defaultdict(list)
+  for item in items:
+    tests[item.nodeid.partition("[")[0]].append(item)
+  pythons = {}
+  for values in tests.values():
+    colors = colors_of(filter(is_shared, values))
+    if len(set(colors.values())) == 2:  # Otherwise one Python would not run this test at all.
+      pythons |= {item: {SHARES[color]} for item, color in colors.items()}
+    for item in values:
+      if once := item.get_closest_marker("once"):
+        pythons[item] = {once.kwargs.get("on", "newest")}
+  return [item for item in items if share in pythons.get(item, SHARES)]
+
+
+def is_shared(item):
+  return hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("once", "both")))
+
+
+def colors_of(items):
+  """Returns {item: 0 or 1}: the other one where one parameter of a test takes its next value."""
+  colors, indices = {}, collections.defaultdict(dict)
+  for item in items:
+    params = dict(item.callspec.params)
+    together = []  # Values of names that take theirs together count once.
+    for mark in item.iter_markers("parametrize"):
+      names = mark.args[0]
+      names = names.split(",") if isinstance(names, str) else names
+      together.append([params.pop(name.strip()) for name in names])
+    together += [[value] for value in params.values()]  # Of fixtures.
+    colors[item] = 0
+    for parameter, values in enumerate(together):
+      seen = indices[parameter]
+      colors[item] ^= seen.setdefault(tuple(map(id, values)), len(seen)) % 2
+  return colors
