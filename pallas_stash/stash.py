@@ -270,10 +270,12 @@ def read_rows(
   is_readable = (is_readable & (slot.rows == ragged.num_rows()))[0]
   runs = stash.allocator.expand_runs(ragged, slot.start[0])
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
-  fill = None if padding == "zero" else ~is_readable
+  is_debugging = slot.checksum is not None
+  is_zero = is_readable & (padding == "zero")
+  fill = None if padding == "zero" or is_debugging else ~is_readable
   shape = stash.residuals, ragged.total_rows
-  values = storage.load(buffers, *shape, runs, is_readable, fill, implementation)
-  if slot.checksum is None:
+  values = storage.load(buffers, *shape, runs, is_zero, fill, implementation)
+  if not is_debugging:
     return values
   return debugging.verify(values, ragged, slot.checksum, is_readable)
 

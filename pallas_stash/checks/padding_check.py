@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_stash import kernels
 from pallas_stash.arguments import as_array, describe
 from pallas_stash.checkpoint import as_ragged, checkpoint
 from pallas_stash.checks.misplaced_rows import data_outside, has_rows
 from pallas_stash.checks.poison import ALL, NONE, run_poisoned
+from pallas_stash.kernels import Padding
 from pallas_stash.ragged import RaggedRows
 
 
@@ -54,6 +56,7 @@ def check_padding(
   ragged: RaggedRows | int,
   *args: Any,
   policy: Callable[..., bool] | None = None,
+  padding: Padding = "zero",
 ) -> PaddingReport:
   """Tells whether a function depends on what its padding rows hold, so is not for a stash.
 
@@ -65,11 +68,14 @@ def check_padding(
     kernels return, whose padding is undefined. Elementwise operations and matmuls hand it on, and
     `jnp.where` ends it. What the program itself made zero, or any one constant, is left alone: code
     may rely on that.
-  - Zero in each residual that `checkpoint` would stash, which is what comes back from a stash.
+  - Zero in each residual that `checkpoint` would stash, which is what comes back from a stash; with
+    `padding="undefined"`, large numbers and NaN.
 
   Compared bit for bit are the results of `fun` and the gradients of all floating-point arguments:
-  those that have `ragged.total_rows` rows in the rows in groups, others as a whole. The cotangents
-  are random, and zero in padding. Results that hold data there are named: see `PaddingReport`.
+  those that have `ragged.total_rows` rows in the rows in groups, others as a whole; with
+  `padding="undefined"` all gradients as a whole, since the gradient of a gather adds up those of
+  all rows, padding too. The cotangents are random, and zero in padding. Results that hold data
+  there are named: see `PaddingReport`.
 
   What it says is about these arguments: it sees no branch of the program that they do not take.
   Whatever has `total_rows` rows, a floating-point dtype and two or more axes is taken for ragged
@@ -82,14 +88,16 @@ def check_padding(
     ragged: where the rows are, as for `checkpoint`'s function. There must be some padding.
     *args: arrays, no `jax.ShapeDtypeStruct`s: the function is run.
     policy: as for `checkpoint`. It decides which residuals would be stashed.
+    padding: as for `checkpoint`: what comes back from the stash in padding.
 
   Raises:
-    ValueError: for traced arguments, and where nothing can be told: groups that are not valid, no
-      padding, nothing to differentiate, or nothing to stash.
+    ValueError: for an unknown `padding`, for traced arguments, and where nothing can be told:
+      groups that are not valid, no padding, nothing to differentiate, or nothing to stash.
   """
   for name, function in (("fun", fun), ("policy", fun if policy is None else policy)):
     if not callable(function):
       raise ValueError(f"{name}={describe(function)} must be a function.")
+  kernels.check_padding(padding)
   ragged = as_ragged(ragged, fun, args, {})
   leaves = jax.tree.leaves((ragged, args))
   if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
@@ -104,7 +112,7 @@ def check_padding(
     raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
   residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args, {})
   check = _Check(fun, residuals, args, is_padding)
-  report = check.of_intermediates() or check.of_residuals() or PaddingReport(False)
+  report = check.of_intermediates() or check.of_residuals(padding) or PaddingReport(False)
   return dataclasses.replace(report, outside=check.results_outside())
 
 
@@ -172,8 +180,8 @@ class _Check:
     result, cause = next(pair for pair in found if pair[0])
     return PaddingReport(True, None, None, result, cause)
 
-  def of_residuals(self):
-    """Returns a report if zero in padding of what would be stashed changes a gradient; or None."""
+  def of_residuals(self, padding):
+    """Returns a report if padding as it comes back from a stash changes a gradient; or None."""
 
     residuals = self.residuals
     residuals.require_any("the function")
@@ -191,18 +199,31 @@ class _Check:
     labels = self.labels[-len(_paths_of(self.args, _is_inexact)) :]
     plain = backward(rows, ordinary, self.args)
 
-    def changed(is_zeroed):
-      zeroed = [self._zero(row) if is_zeroed(index) else row for index, row in enumerate(rows)]
-      return self._first_difference(labels, plain, backward(zeroed, ordinary, self.args))
+    def changed(fill, is_filled):
+      filled = [fill(row) if is_filled(index) else row for index, row in enumerate(rows)]
+      gradients = backward(filled, ordinary, self.args)
+      return self._first_difference(labels, plain, gradients, padding == "undefined")
 
-    cause = "zero, as it comes back from a stash,"
-    result = changed(lambda index: True)
-    if not result:
-      return None
-    for number, residual in enumerate(residuals.of_kind("stashed")):
-      if one := changed(lambda index, number=number: index == number):
-        return PaddingReport(True, residual.name or str(residual), residual.source, one, cause)
-    return PaddingReport(True, None, None, result, cause)
+    for what, fill in self._contents(padding):
+      cause = f"{what}, as it comes back from a stash,"
+      result = changed(fill, lambda index: True)
+      if not result:
+        continue
+      for number, residual in enumerate(residuals.of_kind("stashed")):
+        if one := changed(fill, lambda index, number=number: index == number):
+          return PaddingReport(True, residual.name or str(residual), residual.source, one, cause)
+      return PaddingReport(True, None, None, result, cause)
+    return None
+
+  def _contents(self, padding):
+    """Returns what may come back in padding: names, and functions that put it into rows."""
+    if padding == "zero":
+      return [("zero", self._zero)]
+    largest = lambda rows: float(jnp.finfo(rows.dtype).max) / 2
+    return [
+      ("a large number", lambda rows: self._fill(largest(rows), rows)),
+      ("NaN", lambda rows: self._fill(jnp.nan, rows)),
+    ]
 
   def results_outside(self):
     """Returns the labels of the results that hold data outside of the groups."""
@@ -232,13 +253,16 @@ class _Check:
     return leaf.shape[:1] == self.is_padding.shape
 
   def _zero(self, rows):
-    return jnp.where(self.is_padding.reshape(-1, *[1] * (rows.ndim - 1)), 0, rows)
+    return self._fill(0, rows)
 
-  def _first_difference(self, labels, expected, actual):
+  def _fill(self, number, rows):
+    is_padding = self.is_padding.reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(is_padding, jnp.asarray(number, rows.dtype), rows)
+
+  def _first_difference(self, labels, expected, actual, is_whole=False):
+    is_part = lambda x: self._has_rows(x) and not is_whole
     for label, *pair in zip(labels, expected, jax.device_get(actual), strict=True):
-      first, second = (
-        x[~self.is_padding] if self._has_rows(x) else x for x in map(np.asarray, pair)
-      )
+      first, second = (x[~self.is_padding] if is_part(x) else x for x in map(np.asarray, pair))
       # NaN differs from itself: numpy has no other answer for small dtypes.
       is_same = (first == second) | ((first != first) & (second != second))
       if not is_same.all():
