@@ -57,7 +57,7 @@ def gradients_with(rooms, fun, *args, specs=None, ragged=None, **options):
   plain = jax.grad(lambda *args: total(fun(*args)), differentiable)
   # XLA may keep values in float32 that the program rounds to bfloat16, in one program and not in
   # the other; without that, a value is the same wherever it is computed.
-  options = {"xla_allow_excess_precision": False} | (OPTIMIZED or {})
+  options = {"xla_allow_excess_precision": False} | OPTIMIZED
   jit = functools.partial(jax.jit, compiler_options=options)
   gradient = jit(gradient)
   return [gradient(room, *args) for room in rooms], jit(plain)(*args)

@@ -1,12 +1,17 @@
 """Checks of pytrees of arrays, and of the devices that a test needs."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# For `jax.jit`: compiled as users compile, where `tests/conftest.py` asks for less of all others.
-OPTIMIZED = None if jax.default_backend() == "tpu" else {"xla_backend_optimization_level": 3}
+# For `jax.jit`: options that users have, where `tests/conftest.py` asks XLA for less. What it
+# fuses, and so where it rounds, is for tests that compare the bits of two programs; and all of it.
+_IS_LESS = "xla_cpu_use_fusion_emitters=false" in os.environ.get("XLA_FLAGS", "")
+FUSED = {"xla_cpu_use_fusion_emitters": True} if _IS_LESS else {}
+OPTIMIZED = {} if jax.default_backend() == "tpu" else {"xla_backend_optimization_level": 3} | FUSED
 
 
 def assert_trees_equal(actual, expected):

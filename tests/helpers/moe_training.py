@@ -11,7 +11,7 @@ import numpy as np
 
 import pallas_stash as ps
 from reference import model, moe
-from tests.helpers.checks import OPTIMIZED
+from tests.helpers.checks import FUSED, OPTIMIZED
 from tests.helpers.stashes import with_rows_taken
 
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -148,7 +148,7 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
 @functools.cache
 def _program(config, devices, structure, is_optimized, **options):
   loss = loss_function(config, devices, structure, **options)
-  compiler_options = dict(OPTIMIZED or {}) if is_optimized else {}
+  compiler_options = dict(OPTIMIZED if is_optimized else FUSED)
   if config.dtype != jnp.float32:
     # XLA may keep in float32 what the program rounds to bfloat16, in one program and not in
     # another. Without that, a value is the same wherever it is computed.
