@@ -18,6 +18,7 @@ pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed
 WAYS = ["save", "stash"]
 CHOICES = ["mlpwi_0+mlpwi_1", "mlpwo", "mlpwi_0+mlpwi_1+mlpwo"]
 WEIGHTS = [fit.BEFORE, fit.BEHIND, fit.BEHIND]
+NO_SPARE = {fit.BEFORE: 0, fit.BEHIND: 0}
 # Large enough that XLA moves no buffer of the stash to VMEM, which would count as a copy of it.
 SMALL = ModelSize(
   layers=58, width=512, hidden=2048, num_experts=8, top_k=2, batch=1, seq=256, expert_axis=4
@@ -49,7 +50,7 @@ def test_small_model_keeps_the_promises(choices):
     stash["cpu_seconds"] = 0  # That it compiles as fast as `save` is for `make fit` to say.
     rows += remat, save, stash
   # At this size XLA holds what is restored of a layer beside all that remat holds.
-  assert fit.broken_promises(rows, spare_residuals=2) == []
+  assert fit.broken_promises(rows, {fit.BEFORE: 2, fit.BEHIND: 2}) == []
 
 
 def step(way, residuals, topology="v5p:8x8x4"):
@@ -76,7 +77,9 @@ def test_stashing_deepseek_v3_fits(topology):
   row = gradient_step.compile_step(step("stash", CHOICES[0], topology))
   remat = gradient_step.compile_step(step("remat", "", topology))
   assert row["fits"]
-  assert row["peak_bytes"] - remat["peak_bytes"] <= 1.02 * row["stash_bytes"]
+  # With a layer's restored rows twice: see docs/deepseek-v3.md.
+  extra = row["peak_bytes"] - remat["peak_bytes"]
+  assert extra <= 1.02 * row["stash_bytes"] + 2 * row["layer_bytes"]
   assert row["peak_bytes"] < aot.hbm_bytes(topology)
   assert row["stash_bytes"] == 58 * 65_536 * 2 * 2048 * 2
   assert row["stash_copies"] == 0
@@ -133,7 +136,7 @@ def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, re
   assert len(lines) == len(rows) + 2
   assert lines[2][2:5] == ("remat", "58", "yes") and lines[2][8] == "1.091"
   assert lines[3][2:5] == ("save", "58", "NO") and lines[3][8] == "-"
-  assert fit.broken_promises(rows) == []
+  assert fit.broken_promises(rows, NO_SPARE) == []
   plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
 
 
@@ -162,7 +165,7 @@ def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
     way="stash",
   )
   json.dumps(row)
-  (broken,) = fit.broken_promises([row])
+  (broken,) = fit.broken_promises([row], NO_SPARE)
   assert "no answer" in broken
 
 
@@ -186,12 +189,12 @@ def test_broken_promises(way, change, message):
   rows = [good | dict(way=way) for way in ("save", "chunks", "stash")]
   rows.append(good | dict(way="remat", residuals=fit.NONE, peak_bytes=1000))
   rows = [row | change if row["way"] == way else row for row in rows]
-  broken = fit.broken_promises(rows)
+  broken = fit.broken_promises(rows, NO_SPARE)
   assert len(broken) == (message is not None)
   assert message is None or message in broken[0]
   if "peak_bytes" in change and broken:  # 11 bytes too many
-    assert fit.broken_promises(rows, spare_residuals=1) == broken
-    assert fit.broken_promises(rows, spare_residuals=2) == []
+    assert fit.broken_promises(rows, {fit.BEHIND: 1}) == broken
+    assert fit.broken_promises(rows, {fit.BEHIND: 2}) == []
 
 
 # Imbalance.
