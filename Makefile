@@ -19,6 +19,9 @@ REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb
   extras = map(project["optional-dependencies"].get, ("test", "tpu", "bench")); \
   print(*project["dependencies"], *sum(extras, []))
 
+# What is imported is compiled then.
+INSTALL = install --quiet --disable-pip-version-check --no-compile
+
 .PHONY: chip demo fit bench bench-check test suite test-long lint dependencies ready clean
 
 demo: $(VENV)/ready
@@ -54,8 +57,7 @@ bench-check:
 $(BENCH_VENV)/ready: pyproject.toml
 	@$(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "make bench needs Python 3.12 or newer (jax 0.12.0.1), the newest here is " + sys.version.split()[0])'
 	$(BENCH_PYTHON) -m venv $(BENCH_VENV)
-	$(BENCH_RUN) -m pip install --quiet --disable-pip-version-check 'jax[tpu]==0.12.0.1' absl-py matplotlib
-	$(BENCH_RUN) -m pip install --quiet --disable-pip-version-check --no-deps libtpu==0.0.52
+	$(BENCH_RUN) -m pip $(INSTALL) jax==0.12.0.1 libtpu==0.0.52 absl-py matplotlib
 	touch $@
 
 dependencies: $(VENV)/dependencies
@@ -65,12 +67,12 @@ ready: $(VENV)/ready
 $(VENV)/dependencies: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check $$($(RUN) -c '$(REQUIREMENTS)')
+	$(RUN) -m pip $(INSTALL) $$($(RUN) -c '$(REQUIREMENTS)')
 	touch $@
 
 # Alone: this writes into the folder of the sources.
 $(VENV)/ready: $(VENV)/dependencies
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(RUN) -m pip $(INSTALL) --no-deps -e .
 	touch $@
 
 clean:

@@ -9,11 +9,10 @@ import pytest
 
 from bench.chip import copies, steps
 from bench.chip import main as chip
-from tests.helpers.checks import ON_DEFAULT
 from tests.helpers.support import ON_TPU
 
 pytestmark = [
-  ON_DEFAULT,
+  pytest.mark.once,
   pytest.mark.skipif(ON_TPU, reason="`make chip` itself runs on a TPU"),
 ]
 

@@ -20,10 +20,10 @@ from pallas_stash import kernels
 from pallas_stash.kernels import mosaic_tpu
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.ragged import CopyRuns
-from tests.helpers.checks import long, ON_DEFAULT
+from tests.helpers.checks import long
 from tests.helpers.support import ON_TPU
 
-pytestmark = ON_DEFAULT
+pytestmark = pytest.mark.once
 
 TOTAL_ROWS, STASH_ROWS = 512, 256
 

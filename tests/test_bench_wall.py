@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from bench.kernels import wall
-from tests.helpers.checks import ON_DEFAULT
 from tests.helpers.support import ON_TPU
 
-pytestmark = ON_DEFAULT
+pytestmark = pytest.mark.once
 
 
 def make_plane(name, **lines):

@@ -19,7 +19,6 @@ from tests.helpers.checks import (
   long,
   needs_devices,
   once,
-  once_on_default,
   OPTIMIZED,
 )
 from tests.helpers.masked_experts import (
@@ -52,7 +51,7 @@ def saved_gradients():
   [
     *(
       (NEEDED, None),
-      once_on_default(NEEDED, IMPLEMENTATIONS[0]),
+      once(NEEDED, IMPLEMENTATIONS[0]),
       once(NEEDED, IMPLEMENTATIONS[1]),
     ),
     *((NEEDED // 2, None), long(NEEDED // 2, IMPLEMENTATIONS[0])),
@@ -76,9 +75,7 @@ def test_gradients_of_a_scan(capacity, implementation):
 
 
 @pytest.mark.parametrize("seal", [ps.seal, lambda x, stash: x])
-@pytest.mark.parametrize(
-  "is_mapped", [once_on_default((True, False)), once((False, True)), (True, True)]
-)
+@pytest.mark.parametrize("is_mapped", [once((True, False)), once((False, True)), (True, True)])
 @pytest.mark.parametrize("loops", [long(0), 1])
 def test_each_example_of_a_vmap_has_a_stash_of_its_own(loops, is_mapped, seal):
   """Also where one is made for all of them: what sends it back would be added up."""

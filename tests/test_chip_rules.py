@@ -19,7 +19,7 @@ from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash.kernels.tiling import row_alignment
 from reference import moe
-from tests.helpers.checks import long, ON_DEFAULT, once, once_on_default
+from tests.helpers.checks import long, once
 from tests.helpers.kernel_check import Case, copy_runs, edge_cases, kernels_of, UNEVEN
 from tests.helpers.support import as_rows, IMPLEMENTATIONS
 
@@ -69,7 +69,7 @@ def counting_copy(destination_rows, noted):
   return CountedCopy
 
 
-@ON_DEFAULT
+@pytest.mark.once
 @pytest.mark.skipif("mosaic_interpret" not in IMPLEMENTATIONS, reason="counts interpreted DMAs")
 @pytest.mark.parametrize(
   "kernel, case, dtype",
@@ -117,9 +117,7 @@ def test_waits_equal_starts_and_no_hbm_tile_is_shared(kernel, case, dtype, monke
   assert cores_that_worked == {0, 1}
 
 
-# Compiled programs. Those of two chips with every jax.
-
-SHARED_OUT = ["v5e", once_on_default("v5p"), once("v6e"), "tpu7x"]
+# Compiled programs.
 
 
 def write(operand, update, start, sizes):
@@ -174,7 +172,7 @@ def compiled(function, chip, dtype="bfloat16", rows=2**15, width=2048):
 
 
 @pytest.mark.parametrize("dtype", [long("float32"), "bfloat16", long("int8")])
-@pytest.mark.parametrize("chip", SHARED_OUT)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_operands_are_in_hbm(chip, dtype):
   """XLA would put what is small, and made and used by fusions, into VMEM."""
   program, _ = compiled(write_and_read, chip, dtype, 128, 256)
@@ -185,8 +183,8 @@ def test_operands_are_in_hbm(chip, dtype):
 @pytest.mark.parametrize(
   "function, chip",
   [
-    *(once_on_default(write, "v5e"), (gradient, "v5p"), once(rewrite, "v6e")),
-    *(once_on_default(scanned, "v5e"), (scanned, "tpu7x")),
+    *(once(write, "v5e"), (gradient, "v5p"), once(rewrite, "v6e")),
+    *(once(scanned, "v5e"), (scanned, "tpu7x")),
   ],
 )
 def test_several_uses_of_a_buffer_do_not_copy_it(function, chip):
@@ -197,14 +195,14 @@ def test_several_uses_of_a_buffer_do_not_copy_it(function, chip):
   assert program.outside_hbm() == []
 
 
-@pytest.mark.parametrize("chip", SHARED_OUT)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_a_result_that_is_returned_is_not_copied(chip):
   program, operand = compiled(read_only, chip)
   (expanded,) = program.copies(struct((operand.shape[0] // 2, operand.shape[1]), operand.dtype))
   assert expanded.startswith("stash_expand: custom-call")
 
 
-@pytest.mark.parametrize("chip", SHARED_OUT)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_compact_aliases_all_of_its_stash(chip):
   program, _ = compiled(write_and_read, chip, "float32", 128, 256)
   for kernel in (i for i in program.instructions if i.is_ours):

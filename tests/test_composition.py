@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.helpers.checks import assert_trees_equal, needs_devices, ON_DEFAULT
+from tests.helpers.checks import assert_trees_equal, needs_devices
 from tests.helpers.composition import (
   all_pairs,
   cases_of_all_options,
@@ -26,7 +26,7 @@ def parameters(cases, quick):
 
 
 # To compile a case takes seconds: `make test` has every option, `make test-long` every pair.
-@ON_DEFAULT
+@pytest.mark.once
 @pytest.mark.parametrize("case", parameters(cases_of_all_pairs(), cases_of_all_options()))
 def test_pairs(case):
   check(case)
@@ -35,7 +35,7 @@ def test_pairs(case):
 ONCE = {
   "MaxText, offloading": [pytest.mark.once],
   "one shard_map": [pytest.mark.once],
-  "accumulation": [ON_DEFAULT],
+  "accumulation": [pytest.mark.once],
 }
 
 
@@ -54,7 +54,7 @@ def test_the_cases_have_all_pairs():
   assert all_pairs() <= set().union(*map(pairs_of, cases_of_all_pairs()))
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_the_arithmetic_is_exact():
   """No rounding where numbers grow most: the plain program computes the same in float64."""
   moe_layers = (True,) * LAYERS

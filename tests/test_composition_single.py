@@ -13,14 +13,7 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
-from tests.helpers.checks import (
-  assert_trees_equal,
-  long,
-  needs_devices,
-  ON_DEFAULT,
-  once,
-  once_on_default,
-)
+from tests.helpers.checks import assert_trees_equal, long, needs_devices, once
 from tests.helpers.composition import AXES, Case, cases_of_all_pairs
 from tests.helpers.composition_check import check, expected_gradients
 from tests.helpers.composition_flax import LinenLayer, NnxLayer
@@ -42,9 +35,7 @@ ROWS = 200  # Enough for the experts of all layers but one, and no other size of
 @pytest.mark.parametrize(
   "case",
   [
-    once_on_default(
-      Case(call="eager", remat="save names", result="value and aux", capacity="half")
-    ),
+    once(Case(call="eager", remat="save names", result="value and aux", capacity="half")),
     long(Case(call="eager", loop="unrolled", vmap="inputs")),
     pytest.param(
       Case(call="eager", remat="save names", devices="2", shard_map="in layer"),
@@ -87,7 +78,7 @@ def test_linen_scan_and_remat():
   assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_nnx_scan_and_remat():
   params, tokens = params_and_tokens()
   model = NnxLayer(params, stashing_layer)
@@ -118,8 +109,8 @@ def test_gradients_of_each_example():
 
 def two_axes(axis, other, first, second):
   """Parameters: an option of each of two axes, each of two pairs once, others for long."""
-  marks = {first: once, second: once_on_default}
-  return [marks.get(pair, long)(*pair) for pair in itertools.product(AXES[axis], AXES[other])]
+  mark = lambda pair: once if pair in (first, second) else long
+  return [mark(pair)(*pair) for pair in itertools.product(AXES[axis], AXES[other])]
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,7 @@ import pytest
 from bench.tpu import aot
 import pallas_stash as ps
 from tests.helpers import moe_training
-from tests.helpers.checks import (
-  assert_trees_equal,
-  is_any_nan,
-  long,
-  needs_devices,
-  ON_DEFAULT,
-  once,
-)
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, once
 from tests.helpers.support import random_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 3
@@ -156,7 +149,7 @@ def test_any_one_bit_is_found(capsys):
       assert f"9 rows of the residual {dtype}[3, 5] came back" in capsys.readouterr().out
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_which_nan_it_is_is_not_checked():
   """XLA on a CPU may rewrite that of some dtypes."""
   values = [ones()[0].at[2, 3].set(jnp.nan)]
@@ -168,7 +161,7 @@ def test_which_nan_it_is_is_not_checked():
   assert np.isnan(restored).sum() == 1
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_rows_that_change_places_are_found():
   values = [jax.random.normal(jax.random.key(0), (ROWS, WIDTH))]
   with ps.debug():
@@ -208,7 +201,7 @@ def test_a_bit_that_changes_before_the_backward_pass(capsys):
   assert np.isnan(noticed[:2]).all() and not is_any_nan(noticed[2])
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_layers_that_overflow_are_recomputed(capsys):
   args = arguments(group_sizes=jnp.array([9, 20, 4]))  # Room for one layer of three.
   plain = gradient_of_loss(*args)

@@ -8,7 +8,7 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
-from tests.helpers.checks import ON_DEFAULT, once, once_on_default
+from tests.helpers.checks import once
 from tests.helpers.dtypes import TABLE
 
 CHIPS = list(aot.TOPOLOGIES)
@@ -56,19 +56,17 @@ def stash_of(dtype, rows=ROWS):
 COMMON = "float32", "bfloat16", "float8_e4m3fn", "float16"
 
 
-def marks_of(i, dtype, is_turn):
-  """Returns the marks of dtype number i: for long if it is not its turn; common ones on both."""
+def marks_of(dtype, is_turn):
+  """Returns the marks of a dtype: for long if it is not its turn; common ones with every jax."""
   if not is_turn:
     return pytest.mark.long
-  return () if dtype.name in COMMON else (pytest.mark.once, ON_DEFAULT)[i % 2]
+  return () if dtype.name in COMMON else pytest.mark.once
 
 
 def in_both_modes(table):
   """Returns parameters: each dtype in one mode, by turns, and in the other in the long target."""
   return [
-    pytest.param(
-      *(dtype, x64), id=f"{dtype.name}-{x64}", marks=marks_of(i // 2, dtype, i % 2 == x64)
-    )
+    pytest.param(*(dtype, x64), id=f"{dtype.name}-{x64}", marks=marks_of(dtype, i % 2 == x64))
     for i, dtype in enumerate(table)
     for x64 in (False, True)
   ]
@@ -110,7 +108,7 @@ def compiles(tables):
   """Returns parameters: each dtype on one chip, by turns, and on the others in the long target."""
   return [
     pytest.param(
-      dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(i, dtype, chip == CHIPS[i % 4])
+      dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(dtype, chip == CHIPS[i % 4])
     )
     for i, dtype in enumerate(tables)
     for chip in CHIPS
@@ -139,7 +137,7 @@ def test_what_no_kernel_takes_compiles(dtype, chip):
   assert program.kernels() == {}
 
 
-@pytest.mark.parametrize("name", ["float32", once("bfloat16"), once_on_default("int8")])
+@pytest.mark.parametrize("name", ["float32", once("bfloat16"), once("int8")])
 def test_kernels_compile_in_64_bit_mode(name):
   (dtype,) = (dtype for dtype in TABLE if dtype.name == name)
   with jax.enable_x64(True):

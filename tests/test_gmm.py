@@ -10,7 +10,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import kernels
-from tests.helpers.checks import assert_trees_equal, is_any_nan, long, once, once_on_default
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, once
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 M, K, N, GROUPS = 256, 128, 256, 4
@@ -83,7 +83,7 @@ def few_of_each():
   every = itertools.product([jnp.float32, jnp.bfloat16], [False, True], [None, *IMPLEMENTATIONS])
   marked = {
     (jnp.float32, False, None): pytest.param,
-    (jnp.float32, True, XLA): once_on_default,
+    (jnp.float32, True, XLA): once,
     (jnp.bfloat16, True, MOSAIC): once,
   }
   return [marked.get(case, long)(*case) for case in every]
@@ -168,7 +168,7 @@ def test_overflow_is_nan_in_rhs_and_counted():
   assert [int(x[0]) for x in stats] == [0, 0, 1, 0, 152]
 
 
-@pytest.mark.parametrize("seals", [0, once_on_default(2)])
+@pytest.mark.parametrize("seals", [0, once(2)])
 def test_gradients_are_nan_unless_sealed_once(seals):
   args, live = operands(), rows_in_groups()
   options = {"tiling": TILING, "interpret": not ON_TPU, "seals": seals}

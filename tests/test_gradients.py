@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import moe_training
-from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, ON_DEFAULT
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices
 from tests.helpers.moe_training import CONFIG
 
 AMPLE = 10_000
@@ -83,7 +83,7 @@ def exact(rows):
   [
     pytest.param(*case, marks=[needs_devices(case[0]), *marks])
     for case, marks in [
-      ((1, "outside", False), [ON_DEFAULT]),
+      ((1, "outside", False), [pytest.mark.once]),
       ((2, "inside", True), []),
       ((4, "outside", True), [pytest.mark.once]),
       ((1, "inside", True), [pytest.mark.long]),
@@ -97,7 +97,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
     check(capacity, devices, structure, check_vma=check_vma)
 
 
-@ON_DEFAULT
+@pytest.mark.once
 @needs_devices(4)
 @pytest.mark.parametrize("capacity", [1, half, long(0), long(exact), long(AMPLE)])
 def test_gradients_at_any_capacity(capacity):

@@ -11,7 +11,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import handover
-from tests.helpers.checks import assert_trees_equal, is_any_nan, ON_DEFAULT, once, once_on_default
+from tests.helpers.checks import assert_trees_equal, is_any_nan, once
 from tests.helpers.three_layers import experts, layer, LAYERS, ROWS, SPECS, WEIGHTS, with_gmm, X
 
 
@@ -61,7 +61,7 @@ def test_the_layers_alone_are_right():
 @pytest.mark.parametrize(
   "which, base",
   [
-    *(once_on_default((0,), layer), ((1,), layer), once((2,), layer)),
+    *(once((0,), layer), ((1,), layer), once((2,), layer)),
     *(((0, 1, 2), layer), ((1,), with_gmm)),
   ],
   ids=["first", "middle", "last", "all", "gmm"],
@@ -177,7 +177,7 @@ def test_stashes_that_are_used_again_count_on():
   "layers, found",
   [
     ([layer] * LAYERS, []),
-    once_on_default([layer, recomputed(layer), layer], [(1, 1, 2)]),
+    once([layer, recomputed(layer), layer], [(1, 1, 2)]),
     once([recomputed(layer)] * LAYERS, [(0, 0, 1)]),
   ],
 )
@@ -190,7 +190,7 @@ def test_debug_prints_which_push_found_what(capsys, layers, found):
   assert [tuple(map(int, numbers)) for numbers in re.findall(pattern, printed)] == found
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_debug_says_that_it_was_never_sealed(capsys):
   def loss(weights):
     return jnp.sum(layer((X, ps.Stash.empty(ROWS, SPECS)), weights[0])[0])

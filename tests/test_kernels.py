@@ -15,7 +15,7 @@ import pytest
 from pallas_stash import kernels, RaggedRows
 from pallas_stash.kernels import xla
 from pallas_stash.ragged import CopyRuns
-from tests.helpers.checks import once, once_on_default
+from tests.helpers.checks import once
 from tests.helpers.kernel_check import (
   check,
   copy_runs,
@@ -44,12 +44,12 @@ XLA, MOSAIC = IMPLEMENTATIONS
 IN_EVERY_CASE = [
   *((XLA, UNEVEN, dtype) for dtype in ("float32", "bfloat16", "int8")),
   *(once(XLA, UNEVEN, dtype) for dtype in ("float16", "int32")),
-  *(once_on_default(XLA, UNEVEN, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+  *(once(XLA, UNEVEN, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")),
   (XLA, MANY_TILES, "bfloat16"),
   (XLA, TWO_BLOCKS, "int8"),
   (MOSAIC, UNEVEN, "bfloat16"),
   once(MOSAIC, MANY_TILES, "bfloat16"),
-  once_on_default(MOSAIC, TWO_BLOCKS, "int8"),
+  once(MOSAIC, TWO_BLOCKS, "int8"),
   *(long_if_interpreted(MOSAIC, UNEVEN, d) for d in DTYPES if d != "bfloat16"),
 ]
 
@@ -209,9 +209,7 @@ def test_xla_makes_nothing_of_worst_case_size(batch):
     }
 
 
-@pytest.mark.parametrize(
-  "dtype", [d if d in ("float32", "float16") else once_on_default(d) for d in DTYPES]
-)
+@pytest.mark.parametrize("dtype", [d if d in ("float32", "float16") else once(d) for d in DTYPES])
 def test_the_platform_chooses_when_lowered(dtype):
   def roundtrip(rows, stash, sizes, start):
     ragged = RaggedRows(sizes, 64)

@@ -13,7 +13,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash.checks.misplaced_rows import data_outside, zeros_inside
-from tests.helpers.checks import assert_trees_equal, long, needs_devices, ON_DEFAULT, once
+from tests.helpers.checks import assert_trees_equal, long, needs_devices, once
 
 ROWS, WIDTH, LAYERS, COUNT, START = 32, 8, 2, 9, 5
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -99,7 +99,7 @@ def test_with_group_starts(masks, lines, capsys):
   assert all(any(line in text for text in printed) for line in lines)
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_padding_of_one_constant_is_right(capsys):
   def fun(x, w):
     hidden = checkpoint_name(jnp.where(jnp.arange(ROWS)[:, None] < 9, x @ w, 3), "hidden")
@@ -113,7 +113,7 @@ def test_padding_of_one_constant_is_right(capsys):
   assert lines_of(capsys, jax.grad(loss), *arguments()[::-1][:1], arguments()[0][0]) == []
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_the_loss_that_uses_no_row_outside(capsys):
   """Here rows outside hold data in the result, and have no cotangent."""
 
@@ -127,7 +127,7 @@ def test_the_loss_that_uses_no_row_outside(capsys):
   assert lines and all(line.startswith(DATA) for line in lines)
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_a_push_by_itself(capsys):
   with ps.debug():
     for start in (0, START):
@@ -233,7 +233,7 @@ def test_what_is_data(dtype):
   assert zeros_inside(rows, is_in_group) == 1
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_check_padding_names_results():
   weights, x = arguments()
 

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from reference import moe
-from tests.helpers.checks import long, ON_DEFAULT, once, once_on_default
+from tests.helpers.checks import long, once
 
 ROWS, WIDTH, HIDDEN, GROUPS, TOKENS = 64, 8, 16, 4, 24
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -82,7 +82,7 @@ MISTAKES = {
 
 # One with every jax, that only zero times NaN shows.
 @pytest.mark.parametrize(
-  "mistake", [m if m == "mask by multiplication" else once_on_default(m) for m in MISTAKES]
+  "mistake", [m if m == "mask by multiplication" else once(m) for m in MISTAKES]
 )
 def test_mistakes_behind_a_grouped_matmul(mistake):
   combine, result = MISTAKES[mistake]
@@ -155,7 +155,7 @@ def test_tokens_that_have_as_many_rows_by_coincidence():
   assert (report.intermediate, report.result) == ("token_states", "result[1]")
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_a_residual_that_is_filled_with_one():
   """Right as it stands, and with poison; not with the zero that comes back from a stash."""
 
@@ -232,7 +232,7 @@ def test_right_code(fun):
   assert_independent(fun, X, W)
 
 
-@ON_DEFAULT
+@pytest.mark.once
 def test_arguments_of_any_kind():
   def fun(tree, count, flags, key):
     rows = mask(project(mask(tree["rows"]), tree["w"]))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.share import share_of, SHARES
+from tests.helpers.share import PERCENT_ON_DEFAULT, share_of, SHARES
 
 pytestmark = pytest.mark.once
 pytest_plugins = ["pytester"]
@@ -14,12 +14,8 @@ def test_of_no_values():
   pass
 
 @pytest.mark.once
-def test_once():
-  pass
-
-@pytest.mark.once(on="default")
-@pytest.mark.parametrize("a", [1, 2])
-def test_on_default(a):
+@pytest.mark.parametrize("a", range(100))
+def test_once(a):
   pass
 
 @pytest.mark.both
@@ -31,7 +27,7 @@ def test_both(a):
 def test_of_one_value(a):
   pass
 
-@pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=pytest.mark.once)])
+@pytest.mark.parametrize("a", [1, 2])
 def test_of_two_values(a):
   pass
 
@@ -51,9 +47,12 @@ def test_what_runs_where(pytester):
   assert newest | default == {item.name for item in items}
   of_all = {"test_of_no_values", "test_both[1]", "test_both[2]", "test_of_one_value[1]"}
   assert newest & default == of_all
-  only_newest = "once", "of_two_values[1]", "of_two_values[3]"
+  once = {name for name in newest | default if name.startswith("test_once")}
+  assert len(once & newest) + len(once & default) == len(once) == 100
+  assert len(once & default) == pytest.approx(PERCENT_ON_DEFAULT, abs=15)
   chessboard = "of_six_values[x-1-1]", "of_six_values[y-2-2]", "of_six_values[x-3-3]"
-  assert newest - default == {f"test_{name}" for name in (*only_newest, *chessboard)}
+  expected = {f"test_{name}" for name in ("of_two_values[1]", *chessboard)}
+  assert newest - default - once == expected
 
 
 def test_order_is_kept(pytester):

@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from tests.helpers import ragged_rows
-from tests.helpers.checks import once, once_on_default, OPTIMIZED
+from tests.helpers.checks import once, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.slicing import (
   OPERAND_ROWS,
@@ -118,7 +118,7 @@ def check_values(dtype, width, layout, start):
   "dtype, width",
   [
     ("float32", 128),
-    *(once_on_default(*c) for c in [("float16", 100), ("bfloat16", 1), ("int8", 257)]),
+    *(once(*c) for c in [("float16", 100), ("bfloat16", 1), ("int8", 257)]),
   ],
 )
 def test_values(dtype, width):

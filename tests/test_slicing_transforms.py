@@ -13,13 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import ragged_rows
-from tests.helpers.checks import (
-  assert_trees_equal,
-  needs_devices,
-  ON_DEFAULT,
-  once,
-  once_on_default,
-)
+from tests.helpers.checks import assert_trees_equal, needs_devices, once
 from tests.helpers.slicing import (
   OPERAND_ROWS,
   SIZES,
@@ -91,7 +85,7 @@ def test_gradient_of_each_is_the_other(implementation):
 
 
 # To interpret its hundreds of kernels takes a minute.
-@ON_DEFAULT
+@pytest.mark.once
 @pytest.mark.parametrize("implementation", COMPILED)
 def test_numerical_gradients(implementation):
   groups = np.int32(30), SIZES, STARTS
@@ -121,7 +115,7 @@ def test_integers_have_no_gradient():
 @pytest.mark.parametrize(
   "implementation, wrap",
   [
-    once_on_default(XLA, lambda step: step),
+    once(XLA, lambda step: step),
     long_if_interpreted(MOSAIC, lambda step: step),
     # JAX refuses callbacks, the interpreter's, in what it recomputes.
     *((implementation, jax.checkpoint) for implementation in COMPILED),
@@ -151,9 +145,9 @@ def test_scan(implementation, wrap):
 @pytest.mark.parametrize(
   "implementation, in_axes",
   [
-    once_on_default(XLA, (0, 0, 0, 0, 0)),
+    once(XLA, (0, 0, 0, 0, 0)),
     (XLA, (None, 0, None, 0, None)),
-    once_on_default(XLA, (1, 1, 0, None, 1)),
+    once(XLA, (1, 1, 0, None, 1)),
     long_if_interpreted(MOSAIC, (None, 0, 0, None, 1)),
   ],
 )

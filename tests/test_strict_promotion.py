@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal, long, once_on_default
+from tests.helpers.checks import assert_trees_equal, long, once
 from tests.helpers.support import IMPLEMENTATIONS, long_if_interpreted, ON_TPU
 
 ROWS, WIDTH = 16, 8
@@ -158,7 +158,7 @@ def test_what_runs_is_what_runs_without(call):
 
 
 @pytest.mark.parametrize(
-  "case", ["gradients", long("gradients, recomputed"), *map(once_on_default, ("push", "gmm"))]
+  "case", ["gradients", long("gradients, recomputed"), *map(once, ("push", "gmm"))]
 )
 def test_in_the_mode_of_debug(case):
   expected = jax.device_get(run(case))

@@ -14,7 +14,7 @@ from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import kernels
 from pallas_stash.kernels.tiling import choose_tiling
-from tests.helpers.checks import long, once, once_on_default
+from tests.helpers.checks import long, once
 from tests.helpers.deepseek import CAPACITY, num_bytes, WIDTH, WORST_CASE_ROWS
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
@@ -63,8 +63,8 @@ def kernel_expand(stash, start, sizes, *, total_rows):
 @pytest.mark.parametrize(
   "chip, way",
   [
-    *(("v5p", "stash"), ("tpu7x", "stash"), once_on_default("v5e", "stash"), once("v6e", "stash")),
-    *(once_on_default("v5p", "drop-in"), once("tpu7x", "kernels")),
+    *(("v5p", "stash"), ("tpu7x", "stash"), once("v5e", "stash"), once("v6e", "stash")),
+    *(once("v5p", "drop-in"), once("tpu7x", "kernels")),
     *(long(chip, "drop-in") for chip in CHIPS if chip != "v5p"),
     *(long(chip, "kernels") for chip in CHIPS if chip != "tpu7x"),
   ],
@@ -112,7 +112,7 @@ def every_chip_dtype_and_width():
   """
   widths = ["split", 7168, 128, 1000, 128, 2048, 100]
   marked = dict.fromkeys(itertools.product(CHIPS, DTYPES, WIDTHS), long)
-  marks = [pytest.param, once, pytest.param, *2 * [once_on_default, once]]
+  marks = [pytest.param, once, pytest.param, *4 * [once]]
   marked |= zip(zip(itertools.cycle(CHIPS), DTYPES, widths), marks, strict=False)
   return [mark(*case) for case, mark in marked.items()]
 

@@ -17,7 +17,7 @@ import pytest
 from bench.tpu import aot
 import pallas_stash as ps
 from reference import model, moe
-from tests.helpers.checks import long, ON_DEFAULT, once_on_default
+from tests.helpers.checks import long, once
 from tests.helpers.deepseek import CAPACITY, LAYERS, num_bytes, WIDTH, WORST_CASE_ROWS
 from tests.helpers.moe_training import SAVE, saving_ffn, stashing_ffn
 
@@ -164,7 +164,7 @@ def check_step(stash, saved_matmuls, config):
 STEPS = [
   pytest.param(*case, marks=marks, id=f"{case[0]}-{case[3].__name__}-{case[2]}")
   for case, marks in [
-    (("v5e", SMALL, False, shard_map_in_scan), ON_DEFAULT),
+    (("v5e", SMALL, False, shard_map_in_scan), pytest.mark.once),
     (("v5p", SMALL, False, shard_map_in_scan), pytest.mark.once),
     (("v6e", RAGGED_DOT, True, scan_in_shard_map), ()),
     (("tpu7x", SMALL, False, shard_map_in_scan), pytest.mark.once),
@@ -204,7 +204,7 @@ def test_training_step_at_deepseek_size(structure):
   assert 2 * num_bytes(*buffers_of(REAL)) > aot.HBM_GIB["v5p"] * 2**30
 
 
-@pytest.mark.parametrize("structure", [once_on_default(scan_in_shard_map), shard_map_in_scan])
+@pytest.mark.parametrize("structure", [once(scan_in_shard_map), shard_map_in_scan])
 def test_evaluation_leaves_the_stash_alone(structure):
   evaluation = compile_step("v6e", structure, SMALL, stashing, is_training=False)
   assert evaluation.kernels() == {}

@@ -29,16 +29,8 @@ def long(*values):
 
 
 def once(*values):
-  """Values of parameters with which `.ci/run` runs a test on one Python only, the newest."""
+  """Values of parameters with which `.ci/run` runs a test on one Python only."""
   return pytest.param(*values, marks=pytest.mark.once)
-
-
-ON_DEFAULT = pytest.mark.once(on="default")
-
-
-def once_on_default(*values):
-  """The same, on the default Python: what runs once is shared out, so that both finish together."""
-  return pytest.param(*values, marks=ON_DEFAULT)
 
 
 def needs_devices(count):

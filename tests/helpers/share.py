@@ -1,7 +1,6 @@
 """Which tests `.ci/run` runs on which of its two Pythons, `--share=default` and `--share=newest`.
 
-- A test that is marked `once` is alike with every jax: on the newest Python, or with
-  `once(on="default")` on the default one, so that both finish together.
+- A test that is marked `once` is alike with every jax, and runs on one of them.
 - A test of several values runs on both, with every other value on each, as the squares of a
   chessboard where there are several parameters: each jax runs every test, and every value.
 - All else, and what is marked `both`, runs on both.
@@ -10,8 +9,10 @@ Without `--share` everything runs: `make test` and `make test-long`.
 """
 
 import collections
+import zlib
 
 SHARES = "newest", "default"
+PERCENT_ON_DEFAULT = 70  # Of those that run once: then both finish together.
 
 
 def share_of(items, share):
@@ -30,8 +31,10 @@ def share_of(items, share):
     if len(set(colors.values())) == 2:  # Otherwise one Python would not run this test at all.
       pythons |= {item: {SHARES[color]} for item, color in colors.items()}
     for item in values:
-      if once := item.get_closest_marker("once"):
-        pythons[item] = {once.kwargs.get("on", "newest")}
+      if item.get_closest_marker("once"):
+        # By name, as one Python may have tests that the other has not.
+        is_default = zlib.crc32(item.nodeid.encode()) % 100 < PERCENT_ON_DEFAULT
+        pythons[item] = {SHARES[is_default]}
   return [item for item in items if share in pythons.get(item, SHARES)]
 
 
