@@ -76,7 +76,7 @@ def checkpoint(
   Raises:
     ValueError: when `f` is called, for a function that closes over traced values, an argument that
       is not an array, or a stash that was not made for these residuals; here, for an unknown
-      `padding` or `implementation`.
+      `padding` or `implementation` and a `policy` that is no function.
   """
   return StashedFunction(fun, policy, axis_name, padding, implementation)
 
@@ -101,6 +101,8 @@ class StashedFunction:
   """
 
   def __init__(self, fun, policy, axis_name, padding, implementation):
+    if not (policy is None or callable(policy)):
+      raise ValueError(f"policy={describe(policy)} must be a function, or None.")
     kernels.check_padding(padding)
     kernels.check_implementation(implementation)
     # What is not hashable is cached by the identity of an object of its own.
@@ -173,7 +175,8 @@ class StashedFunction:
     """
     found = self.find_residuals(ragged, args, kwargs)
     arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
-    return Explanation(found.total_rows, tuple(found.different), tuple(arguments))
+    residuals, names = tuple(found.different), tuple(found.names())
+    return Explanation(found.total_rows, residuals, tuple(arguments), names)
 
   def _primal(self, stash, ragged, args, kwargs):
     return self._evaluate(*args, **kwargs), batch_alike(stash, (ragged, args, kwargs))
@@ -297,11 +300,6 @@ def _paths_of(args, kwargs, is_wanted=lambda leaf: True):
 
 def _signature_with_stash(fun):
   """Returns the signature of a `StashedFunction`: that of `fun` behind its first two arguments."""
-  kind = inspect.Parameter.POSITIONAL_ONLY
-  taken = [
-    inspect.Parameter(name, kind, annotation=annotation)
-    for name, annotation in (("stash", Stash), ("ragged", RaggedRows | int))
-  ]
   try:
     parameters = list(inspect.signature(fun).parameters.values())
   except (TypeError, ValueError):  # Some callables of C have none.
@@ -309,4 +307,13 @@ def _signature_with_stash(fun):
     parameters = [
       inspect.Parameter(name, of) for name, of in zip(("args", "kwargs"), of_any, strict=True)
     ]
+  names = {parameter.name for parameter in parameters}  # It may have these names itself.
+  taken = [
+    inspect.Parameter(
+      f"{name}_" if name in names else name,
+      inspect.Parameter.POSITIONAL_ONLY,
+      annotation=annotation,
+    )
+    for name, annotation in (("stash", Stash), ("ragged", RaggedRows | int))
+  ]
   return inspect.Signature([*taken, *parameters])

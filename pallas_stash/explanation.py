@@ -15,11 +15,13 @@ class Explanation:
     total_rows: rows of the worst-case buffers.
     residuals: each value that the backward pass needs.
     arguments: shape and dtype of each leaf of the arguments, needed there or not.
+    names: the `checkpoint_name`s in the function.
   """
 
   total_rows: int
   residuals: tuple[Residual, ...]
   arguments: tuple[Any, ...]
+  names: tuple[str, ...]
 
   def __str__(self):
     header = "residual", "made by", "shape", "dtype", "MB", "kept as", "because it", "line"
@@ -35,6 +37,9 @@ class Explanation:
     ]
     total = lambda things: f"{sum(map(_num_bytes, things)) / 1e6:,.3f} MB"
     of_kind = lambda kind: [r for r in self.residuals if r.kind == kind]
+    not_kept = sorted(set(self.names) - {r.name for r in self.residuals})
+    if not_kept:
+      lines.append(f"Named and not kept: {', '.join(map(repr, not_kept))}.")
     return "\n".join(
       [
         *lines,

@@ -166,13 +166,17 @@ class Residuals:
     """Raises a ValueError, that says what was found instead, if there is none to stash."""
     if self.of_kind("stashed"):
       return
-    names = ", ".join(map(repr, sorted(_names_in(self.forward.jaxpr)))) or "none"
+    names = ", ".join(map(repr, self.names())) or "none"
     raise ValueError(
       f"No residual has ragged.total_rows={self.total_rows} rows, at least two axes and a"
       " floating-point dtype. Residuals beside the arguments:"
       f" {', '.join(map(str, self.of_kind('ordinary'))) or 'none'}. Names in {function_name}:"
       f" {names}; does the policy save them?"
     )
+
+  def names(self) -> list[str]:
+    """Returns the `checkpoint_name`s in the function, whether the policy saves them or not."""
+    return sorted(_names_in(self.forward.jaxpr))
 
   def variables(self, kind: Kind) -> list[Any]:
     """Returns the variables that those of a kind are in `forward.jaxpr`."""

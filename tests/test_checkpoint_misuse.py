@@ -140,7 +140,9 @@ def test_misuse_that_is_known_while_tracing(options, message):
     call(**options)
 
 
-def test_an_unknown_implementation_is_refused():
+def test_an_unknown_option_is_refused():
+  with pytest.raises(ValueError, match=r"policy=\['residual'\] must be a function, or None"):
+    ps.checkpoint(experts, policy=["residual"])
   with pytest.raises(ValueError, match="implementation='cuda' must be one of"):
     ps.checkpoint(experts, implementation="cuda")
 

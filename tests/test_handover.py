@@ -198,7 +198,10 @@ def test_debug_says_that_it_was_never_sealed(capsys):
   with ps.debug():
     assert is_any_nan(jax.grad(loss)(WEIGHTS))
     jax.effects_barrier()
-  assert "push 0 (the first is 0) was handed a stash that was not sealed" in capsys.readouterr().out
+  assert (
+    "push 0 (the first is 0) was handed a stash that was not sealed: behind"
+    in capsys.readouterr().out
+  )
 
 
 # What the count does not see.

@@ -92,6 +92,15 @@ def test_an_explanation_is_a_table():
   assert "saves pallas_stash.SLOT_NAME" in lines[-1]
 
 
+def test_an_explanation_names_what_the_policy_does_not_save():
+  def fun(x, w):
+    return jnp.sin(checkpoint_name(jnp.exp(checkpoint_name(x @ w, "hidden")), "exponential"))
+
+  explain = lambda *names: str(ps.checkpoint(fun, policy=SAVE(*names)).explain(RAGGED, X, W))
+  assert "Named and not kept: 'exponential'." in explain("hidden", "exponentail")
+  assert "not kept" not in explain("hidden", "exponential")
+
+
 def test_bytes_that_a_layer_keeps_without_a_checkpoint_around_it():
   x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2**18, 2048), (2048, 1000)))
   ragged = ps.RaggedRows(jax.ShapeDtypeStruct((8,), jnp.int32), 2**18)
@@ -208,6 +217,12 @@ def test_keyword_arguments():
   specs = f.residuals(RAGGED, w=W, x=X)
   loss = lambda w: jnp.sum(ps.seal(*f(ps.Stash.empty(8, specs), RAGGED, w=w, x=X))[:5])
   assert_close(jax.jit(jax.grad(loss))(W), jax.grad(lambda w: jnp.sum(experts(X, w)[:5]))(W))
+
+
+def test_a_function_may_have_arguments_of_these_names():
+  f = ps.checkpoint(lambda x, stash: jnp.sin(x @ stash))
+  assert list(inspect.signature(f).parameters) == ["stash_", "ragged", "x", "stash"]
+  assert f.residuals(RAGGED, X, stash=W)
 
 
 def test_signature_and_help():

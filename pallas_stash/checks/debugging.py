@@ -170,6 +170,7 @@ def report_count(
   )
   say_if(
     is_wrong & ~is_sealed,
-    f"{where} that was not sealed. From there on all is NaN.",
+    f"{where} that was not sealed: behind the last layer, `seal(y, stash)` must have the stash that"
+    " it returned, and every layer the one of the layer before. From there on all is NaN.",
     number=number,
   )
