@@ -4,6 +4,7 @@ On a TPU host nothing is set and the same tests run the compiled kernels.
 """
 
 import collections
+import gc
 from importlib import metadata
 import itertools
 import os
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config, items):
     kept = share.share_of(items, name)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = kept
+
+
+def pytest_collection_finish():
+  """Looks for garbage less often: each time it goes through all programs that jax keeps."""
+  gc.freeze()
+  gc.set_threshold(100_000, 50, 50)
 
 
 @pytest.fixture(autouse=True, scope="session")
