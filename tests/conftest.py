@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
   """Looks for garbage less often: each time it goes through all programs that jax keeps."""
   gc.freeze()
-  gc.set_threshold(100_000, 50, 50)
+  gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(autouse=True, scope="session")
