@@ -76,7 +76,7 @@ def checkpoint(
   Raises:
     ValueError: when `f` is called, for a function that closes over traced values, an argument that
       is not an array, or a stash that was not made for these residuals; here, for an unknown
-      `padding` or `implementation` and a `policy` that is no function.
+      `padding` or `implementation`, and a `fun` or `policy` that is no function.
   """
   return StashedFunction(fun, policy, axis_name, padding, implementation)
 
@@ -101,6 +101,8 @@ class StashedFunction:
   """
 
   def __init__(self, fun, policy, axis_name, padding, implementation):
+    if not callable(fun):
+      raise ValueError(f"fun={describe(fun)} must be a function.")
     if not (policy is None or callable(policy)):
       raise ValueError(f"policy={describe(policy)} must be a function, or None.")
     kernels.check_padding(padding)
@@ -205,8 +207,8 @@ class StashedFunction:
 
     def restore(contents, slot, ragged, args, kwargs):
       del args, kwargs
-      options = self._implementation, self._padding
-      rows = read_rows(contents, slot, ragged, slot.is_stored(), *options)
+      is_stored, options = slot.is_stored(), (self._implementation, self._padding)
+      rows = read_rows(contents, slot, ragged, is_stored, *options)
       return tuple(rows[index] for index in order)
 
     def recompute(contents, slot, ragged, args, kwargs):

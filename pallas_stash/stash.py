@@ -271,8 +271,11 @@ def read_rows(
   runs = stash.allocator.expand_runs(ragged, slot.start[0])
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
   is_debugging = slot.checksum is not None
-  is_zero = is_readable & (padding == "zero")
-  fill = None if padding == "zero" or is_debugging else ~is_readable
+  is_zero, fill = is_readable, None
+  if padding == "undefined" and is_debugging:
+    is_zero = jnp.zeros_like(is_readable)  # NaN, to be seen.
+  elif padding == "undefined":
+    fill = ~is_readable
   shape = stash.residuals, ragged.total_rows
   values = storage.load(buffers, *shape, runs, is_zero, fill, implementation)
   if not is_debugging:

@@ -53,20 +53,12 @@ def stash_of(dtype, rows=ROWS):
   return push_and_restore, (stash, struct((ROWS, WIDTH), scalar), SIZES, SIZES)
 
 
-COMMON = "float32", "bfloat16", "float8_e4m3fn", "float16"
-
-
-def marks_of(dtype, is_turn):
-  """Returns the marks of a dtype: for long if it is not its turn; common ones with every jax."""
-  if not is_turn:
-    return pytest.mark.long
-  return () if dtype.name in COMMON else pytest.mark.once
-
-
 def in_both_modes(table):
   """Returns parameters: each dtype in one mode, by turns, and in the other in the long target."""
   return [
-    pytest.param(*(dtype, x64), id=f"{dtype.name}-{x64}", marks=marks_of(dtype, i % 2 == x64))
+    pytest.param(
+      *(dtype, x64), id=f"{dtype.name}-{x64}", marks=() if i % 2 == x64 else pytest.mark.long
+    )
     for i, dtype in enumerate(table)
     for x64 in (False, True)
   ]
@@ -108,7 +100,7 @@ def compiles(tables):
   """Returns parameters: each dtype on one chip, by turns, and on the others in the long target."""
   return [
     pytest.param(
-      dtype, chip, id=f"{dtype.name}-{chip}", marks=marks_of(dtype, chip == CHIPS[i % 4])
+      dtype, chip, id=f"{dtype.name}-{chip}", marks=() if chip == CHIPS[i % 4] else pytest.mark.long
     )
     for i, dtype in enumerate(tables)
     for chip in CHIPS

@@ -40,11 +40,10 @@ from tests.helpers.support import (
 
 XLA, MOSAIC = IMPLEMENTATIONS
 
-# Of the kernels, few are interpreted by `make test`, and one of them with every jax.
+# Of the kernels, few are interpreted by `make test`.
 IN_EVERY_CASE = [
   *((XLA, UNEVEN, dtype) for dtype in ("float32", "bfloat16", "int8")),
-  *(once(XLA, UNEVEN, dtype) for dtype in ("float16", "int32")),
-  *(once(XLA, UNEVEN, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")),
+  *(once(XLA, UNEVEN, d) for d in ("float16", "int32", "float8_e4m3fn", "float8_e5m2")),
   (XLA, MANY_TILES, "bfloat16"),
   (XLA, TWO_BLOCKS, "int8"),
   (MOSAIC, UNEVEN, "bfloat16"),

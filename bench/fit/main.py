@@ -95,7 +95,7 @@ def main(args):
   print("Layers recomputed, by the capacity as a multiple of the rows of perfect balance:")
   print_lines(imbalance.table(curves), words=2)
   log(f"wrote fit.json, fit.png and fit_imbalance.png to {output}")
-  # Else XLA may hold what is restored beside all that it holds of a layer when it recomputes.
+  # Except there, XLA may hold what is restored beside all that remat holds of a layer.
   behind = 0 if MODEL.value == "deepseek-v3" else 2
   failures = broken_promises(rows, spare_residuals={BEFORE: 2, BEHIND: behind})
   if failures:

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_stash import kernels
-from pallas_stash.arguments import as_array, describe
+from pallas_stash.arguments import as_array
 from pallas_stash.checkpoint import as_ragged, checkpoint
 from pallas_stash.checks.misplaced_rows import data_outside, has_rows
 from pallas_stash.checks.poison import ALL, NONE, run_poisoned
@@ -94,10 +93,7 @@ def check_padding(
     ValueError: for an unknown `padding`, for traced arguments, and where nothing can be told:
       groups that are not valid, no padding, nothing to differentiate, or nothing to stash.
   """
-  for name, function in (("fun", fun), ("policy", fun if policy is None else policy)):
-    if not callable(function):
-      raise ValueError(f"{name}={describe(function)} must be a function.")
-  kernels.check_padding(padding)
+  stashed = checkpoint(fun, policy=policy, padding=padding)
   ragged = as_ragged(ragged, fun, args, {})
   leaves = jax.tree.leaves((ragged, args))
   if any(isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct) for leaf in leaves):
@@ -110,7 +106,7 @@ def check_padding(
   is_padding = ~np.asarray(ragged.is_in_group())
   if not is_padding.any():
     raise ValueError(f"{ragged} must have padding: without, nothing can be told.")
-  residuals = checkpoint(fun, policy=policy).find_residuals(ragged, args, {})
+  residuals = stashed.find_residuals(ragged, args, {})
   check = _Check(fun, residuals, args, is_padding)
   report = check.of_intermediates() or check.of_residuals(padding) or PaddingReport(False)
   return dataclasses.replace(report, outside=check.results_outside())

@@ -1,8 +1,8 @@
 """Which tests `.ci/run` runs on which of its two Pythons, `--share=default` and `--share=newest`.
 
 - A test that is marked `once` is alike with every jax, and runs on one of them.
-- A test of several values runs on both, with every other value on each, as the squares of a
-  chessboard where there are several parameters: each jax runs every test, and every value.
+- A test of several values runs on both, with every other value on each; where it has several
+  parameters, as the squares of a chessboard, so that each jax runs every value of each.
 - All else, and what is marked `both`, runs on both.
 
 Without `--share` everything runs: `make test` and `make test-long`.
