@@ -52,7 +52,7 @@ def saved_gradients():
     *(
       (NEEDED, None),
       once(NEEDED, IMPLEMENTATIONS[0]),
-      once(NEEDED, IMPLEMENTATIONS[1]),
+      long_if_interpreted(NEEDED, IMPLEMENTATIONS[1]),
     ),
     *((NEEDED // 2, None), long(NEEDED // 2, IMPLEMENTATIONS[0])),
     long_if_interpreted(NEEDED // 2, IMPLEMENTATIONS[1]),

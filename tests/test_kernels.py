@@ -41,25 +41,39 @@ from tests.helpers.support import (
 XLA, MOSAIC = IMPLEMENTATIONS
 
 # Of the kernels, few are interpreted by `make test`.
-IN_EVERY_CASE = [
+BY_XLA = [
   *((XLA, UNEVEN, dtype) for dtype in ("float32", "bfloat16", "int8")),
   *(once(XLA, UNEVEN, d) for d in ("float16", "int32", "float8_e4m3fn", "float8_e5m2")),
   (XLA, MANY_TILES, "bfloat16"),
   (XLA, TWO_BLOCKS, "int8"),
-  (MOSAIC, UNEVEN, "bfloat16"),
-  once(MOSAIC, MANY_TILES, "bfloat16"),
-  once(MOSAIC, TWO_BLOCKS, "int8"),
-  *(long_if_interpreted(MOSAIC, UNEVEN, d) for d in DTYPES if d != "bfloat16"),
 ]
+BY_THE_KERNEL = {
+  (MOSAIC, case, dtype): long_if_interpreted
+  for case, dtype in (
+    *((UNEVEN, d) for d in DTYPES),
+    (MANY_TILES, "bfloat16"),
+    (TWO_BLOCKS, "int8"),
+  )
+}
 
 
-@pytest.mark.parametrize("implementation, case, dtype", IN_EVERY_CASE)
+def in_every_case(*interpreted):
+  """Returns parameters: by XLA; of the kernel, these cases, and others in the long target."""
+  marked = BY_THE_KERNEL | {(MOSAIC, *case): once for case in interpreted}
+  return BY_XLA + [mark(*case) for case, mark in marked.items()]
+
+
+@pytest.mark.parametrize(
+  "implementation, case, dtype", in_every_case((UNEVEN, "bfloat16"), (TWO_BLOCKS, "int8"))
+)
 def test_edge_cases(implementation, case, dtype):
   for seed, (layout, start) in enumerate(edge_cases(case)):
     check(implementation, case, dtype, layout, start, seed)
 
 
-@pytest.mark.parametrize("implementation, case, dtype", IN_EVERY_CASE)
+@pytest.mark.parametrize(
+  "implementation, case, dtype", in_every_case((UNEVEN, "bfloat16"), (MANY_TILES, "bfloat16"))
+)
 def test_sampled(implementation, case, dtype):
   sampled = {"layout": layouts(case.total_rows), "start": start_rows(case.stash_rows)}
   sampled |= {"seed": st.integers(0, 2**31)}

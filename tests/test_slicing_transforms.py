@@ -58,7 +58,7 @@ def value_and_vjp(fun, *args):
 # Gradients.
 
 
-@pytest.mark.parametrize("implementation", [XLA, once(MOSAIC)])
+@pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
 def test_gradient_of_each_is_the_other(implementation):
   @jax.jit
   def gradients(operand, update, start):

@@ -184,6 +184,7 @@ def run(machine, sequences, steps):
   assert machine.compared > sequences
 
 
+@pytest.mark.once
 def test_stash_is_its_model():
   run(XlaMachine, 25, 20)
 
