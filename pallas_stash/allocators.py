@@ -76,27 +76,30 @@ class Bump:
 
   def is_free(self) -> jax.Array:
     """Returns bool[shards * capacity], whether no push holds a row."""
-    return (jnp.arange(self.capacity) >= self.top[:, None]).reshape(-1)
+    return (jnp.arange(self.capacity, dtype=jnp.int32) >= self.top[:, None]).reshape(-1)
 
-  def has_room(self, rows: jax.Array) -> jax.Array:
-    """Returns bool[], whether a push of `rows`, int32[], fits."""
-    return rows <= self.capacity - self.top[0]
+  def has_room(self, rows: jax.Array, lead: jax.Array | int = 0) -> jax.Array:
+    """Returns bool[], whether a push of `rows`, int32[], fits behind `lead` rows of its tile."""
+    return lead + rows <= self.capacity - self.top[0]
 
-  def take(self, rows: jax.Array, is_stored: jax.Array) -> tuple["Bump", jax.Array]:
+  def take(
+    self, rows: jax.Array, is_stored: jax.Array, lead: jax.Array | int = 0
+  ) -> tuple["Bump", jax.Array]:
     """Takes the rows of a push.
 
     Args:
       rows: int32[], of the push. They are wanted, stored or not.
       is_stored: bool[], whether to take them; only where there is room.
+      lead: int32[], rows of its first tile, less than `alignment`, that the push leaves free.
 
     Returns:
       The allocator, and int32[], `Slot.start` of the push if it is stored.
     """
-    top, taken = self.top[0], round_up(rows, self.alignment)
+    top, taken = self.top[0], round_up(lead + rows, self.alignment)
     # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
     wanted_rows = self.wanted_rows + jnp.minimum(taken, _MAX_INT32 - self.wanted_rows)
     new_top = top + jnp.where(is_stored, taken, 0)
-    return dataclasses.replace(self, top=new_top[None], wanted_rows=wanted_rows), top
+    return dataclasses.replace(self, top=new_top[None], wanted_rows=wanted_rows), top + lead
 
   def holds(self, slot: Slot) -> jax.Array:
     """Returns bool[1], whether the rows of a slot are there: stored, and not freed since."""

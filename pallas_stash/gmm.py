@@ -1,11 +1,10 @@
 """Grouped matmul whose left-hand side is kept in a stash for the backward pass."""
 
 from collections.abc import Callable
-import functools
+import dataclasses
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 
 from pallas_stash import kernels
@@ -13,14 +12,12 @@ from pallas_stash.arguments import as_array, as_groups, as_integer, describe
 from pallas_stash.batching import batch_alike
 from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import watch_results
-from pallas_stash.handover import name_slot, receive, with_rules
-from pallas_stash.kernels import Implementation
+from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
+from pallas_stash.kernels import Implementation, in_place
+from pallas_stash.kernels.megablox import Megablox, standard_promotion
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.stash import read_rows, Stash
+from pallas_stash.stash import check_push, read_rows, Stash, take_rows
 from pallas_stash.varying import vary_alike
-
-# Megablox adds up numbers of several dtypes. What a strict mode refuses does not change with it.
-_PROMOTION = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 def gmm(
@@ -43,6 +40,12 @@ def gmm(
   groups of `rhs` are kept. The gradients are those of the grouped matmul, bit for bit on rows in
   groups; padding of the gradient of `lhs` is zero.
 
+  On a TPU the matmul stores the rows as it loads them, and the gradient of `rhs` reads them in the
+  stash: none is copied. With `group_offset` a push then takes up to 14 rows more than there are.
+  They are copied, with the same results, where the tiles along k are no multiple of 128 or do not
+  divide the width of the stash, where the stash has fewer rows than a row tile, in `debug`, and for
+  a `grouped_matmul`.
+
   This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
   rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
   `checkpoint` on the function that computes `lhs` for gradients that are exact at any capacity.
@@ -61,7 +64,7 @@ def gmm(
       `jax.lax.ragged_dot`. It must be differentiable in `lhs` and `rhs`. The arguments that are
       megablox's own then have no effect, but for `group_offset` and `transpose_rhs`, which must be
       left out.
-    implementation: of compact and expand, as for `dynamic_update_slice`.
+    implementation: as for `dynamic_update_slice`; "xla" copies the rows.
 
   Returns:
     out: [m, n]. Its padding is what the grouped matmul leaves there; undefined for megablox.
@@ -91,9 +94,8 @@ def gmm(
       )
     multiply = lambda lhs, rhs, group_sizes, group_offset: grouped_matmul(lhs, rhs, group_sizes)
   else:
-    multiply = functools.partial(
-      _megablox, preferred_element_type, tiling, bool(transpose_rhs), interpret
-    )
+    tiling = tiling if callable(tiling) else tuple(tiling)
+    multiply = Megablox(preferred_element_type, tiling, bool(transpose_rhs), interpret)
   operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
   stashed = with_rules(_stashed_gmm, _forward, _backward, nondiff_argnums=(0, 1, 2))
   out, stash = stashed(multiply, padding, implementation, *operands)
@@ -103,28 +105,10 @@ def gmm(
   return out, stash
 
 
-def _megablox(
-  preferred_element_type, tiling, transpose_rhs, interpret, lhs, rhs, group_sizes, group_offset
-):
-  with _PROMOTION():
-    # By position: megablox declares its static arguments by their numbers.
-    return megablox_gmm(
-      lhs,
-      rhs,
-      group_sizes,
-      preferred_element_type,
-      tiling,
-      group_offset,
-      None,
-      transpose_rhs,
-      interpret,
-    )
-
-
 def _rows_of_groups(rhs, group_sizes, group_offset, total_rows):
   """Returns the rows of `lhs` that `rhs` has matrices for: groups are adjacent, so one run."""
   first = 0 if group_offset is None else group_offset
-  group = jnp.arange(group_sizes.shape[0])
+  group = jnp.arange(group_sizes.shape[0], dtype=jnp.int32)
   is_before, is_here = group < first, (group >= first) & (group < first + rhs.shape[0])
   start = jnp.sum(jnp.where(is_before, group_sizes, 0), dtype=jnp.int32)
   size = jnp.sum(jnp.where(is_here, group_sizes, 0), dtype=jnp.int32)
@@ -139,28 +123,61 @@ def _stashed_gmm(multiply, padding, implementation, stash, lhs, rhs, group_sizes
 
 def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, group_offset):
   del padding
-  out = multiply(lhs, rhs, group_sizes, group_offset)
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
   stash = batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
-  if debugging.is_debugging():
-    # Whatever padding holds is right here, and is not to be spoken of.
-    lhs = jnp.where(ragged.is_in_group()[:, None], lhs, jnp.zeros_like(lhs))
-  stash, slot = stash.push([lhs], ragged, implementation=implementation)
+  if _is_in_place(multiply, implementation, stash, lhs.shape, lhs.dtype, rhs):
+    check_push(stash, [lhs], ragged)
+    stash, lhs = first_order_only((stash, lhs))
+    stash, slot = take_rows(stash, ragged, is_congruent=True)
+    operands = lhs, rhs, stash.buffers[0], group_sizes, group_offset, _place(ragged, slot)
+    out, buffer = in_place.gmm_and_keep(*operands, multiply, implementation)
+    stash = dataclasses.replace(stash, buffers=(buffer,))
+  else:
+    out = multiply(lhs, rhs, group_sizes, group_offset)
+    if debugging.is_debugging():
+      # Whatever padding holds is right here, and is not to be spoken of.
+      lhs = jnp.where(ragged.is_in_group()[:, None], lhs, jnp.zeros_like(lhs))
+    stash, slot = stash.push([lhs], ragged, implementation=implementation)
   return (out, stash), (name_slot(slot), ragged, rhs, group_sizes, group_offset)
 
 
 def _backward(multiply, padding, implementation, saved, cotangents):
   slot, ragged, rhs, group_sizes, group_offset = saved
   d_out, d_stash = cotangents
-  # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
-  (lhs,) = read_rows(d_stash, slot, ragged, slot.is_stored(), implementation, padding)
-  product = lambda lhs, rhs: multiply(lhs, rhs, group_sizes, group_offset)
-  _, vjp = jax.vjp(product, lhs, rhs)  # The product itself is not used, and so not computed.
-  d_stash, d_out = receive(d_stash, slot, d_out)
-  with _PROMOTION():
-    d_lhs, d_rhs = vjp(d_out)
-  row = jnp.arange(ragged.total_rows)
+  groups = group_sizes, group_offset
+  (residual,) = d_stash.residuals
+  shape = ragged.total_rows, *residual.shape
+  if _is_in_place(multiply, implementation, d_stash, shape, residual.dtype, rhs):
+    buffer = d_stash.buffers[0]
+    d_stash, d_out = receive(d_stash, slot, d_out)
+    operands = buffer, d_out, rhs, *groups, _place(ragged, slot), shape[1]
+    d_rhs = in_place.tgmm(*operands, multiply, implementation)
+    of_lhs, _ = vary_alike(jnp.zeros(shape, residual.dtype), d_out)  # It has no influence.
+    d_lhs = multiply.gradient("lhs", d_out, of_lhs, rhs, *groups)
+  else:
+    # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
+    (lhs,) = read_rows(d_stash, slot, ragged, slot.is_stored(), implementation, padding)
+    d_stash, d_out = receive(d_stash, slot, d_out)
+    _, vjp = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, *groups), lhs, rhs)
+    with standard_promotion():
+      d_lhs, d_rhs = vjp(d_out)
+  row = jnp.arange(ragged.total_rows, dtype=jnp.int32)
   start, size = ragged.group_starts[0], ragged.group_sizes[0]
   is_in_group = (row >= start) & (row < start + size)
   d_lhs = jnp.where(is_in_group[:, None], d_lhs, jnp.zeros_like(d_lhs))
   return d_stash, d_lhs, d_rhs, None, None
+
+
+def _is_in_place(multiply, implementation, stash, shape, dtype, rhs):
+  """Returns whether a matmul reads and writes the stash where it lies, on a TPU. All is static."""
+  # The rows that the mode of debug sums up are those that a copy is made of.
+  if not isinstance(multiply, Megablox) or implementation == "xla" or debugging.is_debugging():
+    return False
+  (m, k), n = shape, rhs.shape[1 if multiply.transpose_rhs else 2]
+  dtypes = dtype, rhs.dtype, multiply.preferred_element_type
+  tiles = multiply.tiles(m, k, n)
+  return tiles is not None and in_place.fits((m, k, n), stash.buffers[0], dtypes, tiles)
+
+
+def _place(ragged, slot):
+  return in_place.Place(ragged.group_starts[0], slot.rows[0], slot.start[0])

@@ -126,16 +126,11 @@ class Stash:
       ValueError: for values that are not those of `residuals`, another `total_rows`, or a stash
         that has several shards here.
     """
-    self._check_local()
     kernels.check_implementation(implementation)
     check_ragged(ragged)
     values = arguments.as_list("values", values, "arrays, one a residual")
     values = [arguments.as_array(f"values[{i}]", value) for i, value in enumerate(values)]
-    refuse_sharded(stash=self, values=values, ragged=ragged)
-    for value in values:
-      if value.shape[:1] != (ragged.total_rows,):
-        raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
-    match_residuals(self.residuals, [(v.shape[1:], v.dtype) for v in values])
+    check_push(self, values, ragged)
     # Here, where it is traced for each program: each says once what it sees.
     report_pushed(*vary_alike(list(values), ragged), name_slot)
     return _push(self, tuple(values), ragged, axis_name, implementation)
@@ -241,17 +236,52 @@ def _push(stash, values, ragged, axis_name, implementation):
     values = lax.optimization_barrier(values)
     checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
 
+  stash, slot = take_rows(stash, ragged, axis_name, checksum)
+  runs = stash.allocator.compact_runs(ragged, slot.start[0])
+  runs = runs._replace(sizes=jnp.where(slot.is_stored()[0], runs.sizes, 0))
+  buffers = storage.store(stash.buffers, values, order, runs, implementation)
+  return dataclasses.replace(stash, buffers=buffers), slot
+
+
+def check_push(stash: Stash, values: Sequence[jax.Array], ragged: RaggedRows) -> None:
+  """Raises a ValueError unless rows of `values` can be pushed to `stash`, as `Stash.push` says."""
+  stash._check_local()
+  refuse_sharded(stash=stash, values=values, ragged=ragged)
+  for value in values:
+    if value.shape[:1] != (ragged.total_rows,):
+      raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
+  match_residuals(stash.residuals, [(v.shape[1:], v.dtype) for v in values])
+
+
+def take_rows(
+  stash: Stash,
+  ragged: RaggedRows,
+  axis_name: Any = None,
+  checksum: jax.Array | None = None,
+  *,
+  is_congruent: bool = False,
+) -> tuple[Stash, Slot]:
+  """Takes rows of the stash for a push, and leaves it to the caller to store them there.
+
+  Args:
+    stash, ragged, axis_name: as of `Stash.push`.
+    checksum: of the slot.
+    is_congruent: whether the rows are to start as far behind the start of a tile as the first group
+      does in its buffer.
+
+  Returns:
+    The stash, and the slot of the push.
+  """
   is_valid = ragged.is_valid()
   rows = jnp.where(is_valid, ragged.num_rows(), 0)
-  is_stored = _all_along(axis_name, is_valid & stash.allocator.has_room(rows))
-  allocator, start = stash.allocator.take(rows, is_stored)
-  runs = allocator.compact_runs(ragged, start)
-  runs = runs._replace(sizes=jnp.where(is_stored, runs.sizes, 0))
-  buffers = storage.store(stash.buffers, values, order, runs, implementation)
+  lead = 0
+  if is_congruent:
+    lead = jnp.where(rows > 0, ragged.group_starts[0] % stash.alignment, 0)
+  is_stored = _all_along(axis_name, is_valid & stash.allocator.has_room(rows, lead))
+  allocator, start = stash.allocator.take(rows, is_stored, lead)
   slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, stash.counters.pushes)
   counters = stash.counters.after_push(is_valid, is_stored, allocator)
-  stash = dataclasses.replace(stash, buffers=buffers, allocator=allocator, counters=counters)
-  return stash, slot
+  return dataclasses.replace(stash, allocator=allocator, counters=counters), slot
 
 
 def read_rows(

@@ -57,6 +57,15 @@ def test_another_than_the_last_is_not_freed():
   assert_trees_equal(after.reset(), Bump.empty(CAPACITY, TILE, 1))
 
 
+def test_rows_behind_the_start_of_a_tile():
+  allocator, _, _ = push(Bump.empty(CAPACITY, TILE, 1), jnp.int32(40))
+  assert allocator.has_room(21, 3) and not allocator.has_room(22, 3)
+  after, start = allocator.take(jnp.int32(6), True, 3)
+  assert (int(start), int(after.top[0]), int(after.wanted_rows[0])) == (43, 56, 56)
+  after, _ = allocator.take(jnp.int32(22), False, 3)
+  assert (int(after.top[0]), int(after.wanted_rows[0])) == (40, 72)
+
+
 def test_a_cotangent_has_no_integers_and_finds_rows():
   allocator, slot, _ = push(Bump.empty(CAPACITY, TILE, 1), jnp.int32(9))
   cotangent = allocator.as_cotangent()

@@ -31,12 +31,12 @@ def test_every_step_runs_here(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bits", "many_calls", "large"])
+@pytest.mark.parametrize("name", ["bits", "many_calls", "large", "matmuls"])
 def test_steps_with_the_interpreted_kernels(name):
   assert chip.run([name], INTERPRETED) == []
 
 
-@pytest.mark.parametrize("name", ["bits", "cores", "many_calls", "large", "gradients"])
+@pytest.mark.parametrize("name", ["bits", "cores", "many_calls", "large", "gradients", "matmuls"])
 def test_a_step_sees_rows_that_are_wrong(name, monkeypatch, capsys):
   """A row that is not written of each group; and gradients of a stash that is never sealed."""
 

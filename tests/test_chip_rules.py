@@ -207,9 +207,9 @@ def test_compact_aliases_all_of_its_stash(chip):
   program, _ = compiled(write_and_read, chip, "float32", 128, 256)
   for kernel in (i for i in program.instructions if i.is_ours):
     if kernel.name == "stash_expand":
-      assert kernel.aliased is None
+      assert not kernel.aliased
     else:
-      assert kernel.operands[kernel.aliased] == kernel.result
+      assert [kernel.operands[kernel.aliased[0]]] == [kernel.result]
 
 
 @pytest.mark.parametrize("function, chip", [(gradient, "v5p"), (scanned, "tpu7x")])

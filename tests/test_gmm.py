@@ -100,15 +100,22 @@ def test_gradients_are_those_of_megablox(dtype, transpose_rhs, implementation):
   assert [int(x[0]) for x in actual[3]] == [152, 152, 0, 0, 152]
 
 
-@pytest.mark.parametrize("offset, groups", [long(0, 2), once(1, 2), long(2, 2), long(1, 1)])
-def test_only_the_groups_that_rhs_has_are_kept(offset, groups):
+@pytest.mark.parametrize(
+  "offset, groups, implementation",
+  [
+    *(once(1, 2, implementation) for implementation in (None, MOSAIC)),
+    *(long(offset, groups, None) for offset, groups in ((0, 2), (2, 2), (1, 1))),
+  ],
+)
+def test_only_the_groups_that_rhs_has_are_kept(offset, groups, implementation):
   args, live = operands(groups=groups), rows_in_groups(offset, groups)
   offset = jnp.int32(offset)
   options = {"group_offset": offset, "tiling": TILING, "interpret": not ON_TPU}
-  actual = differentiate(stashed(**options), args, live)
+  actual = differentiate(stashed(**options, implementation=implementation), args, live)
   expected = differentiate(plain(megablox(group_offset=offset)), args, live)
   assert_same(actual, expected, live)
-  assert int(actual[3].rows_in_use[0]) == -(-int(live.sum()) // 8) * 8
+  lead = int(SIZES[:offset].sum()) % 8  # The rows start as far behind the start of a tile.
+  assert int(actual[3].rows_in_use[0]) == -(-(lead + int(live.sum())) // 8) * 8
 
 
 @pytest.mark.parametrize("implementation", [XLA, long_if_interpreted(MOSAIC)])
@@ -155,6 +162,64 @@ def test_another_grouped_matmul(grouped_matmul):
   assert_same(actual, differentiate(plain(grouped_matmul), args, live), live)
 
 
+SAVE_SLOTS = jax.checkpoint_policies.save_only_these_names(ps.SLOT_NAME)
+
+
+def two_layers(transform, grouped_matmul):
+  """Returns the gradients of a scan, whose layers are transformed, in rows of groups."""
+  lhs, rhs, d_out = operands()
+  live = rows_in_groups()[:, None]
+
+  def layer(carry, rhs):
+    x, stash = carry
+    out, stash = grouped_matmul(stash, x, rhs)
+    return (x + jnp.where(live, jnp.sin(out[:, :K]), 0), stash), None
+
+  def loss(lhs, rhs):
+    stash = ps.Stash.empty(2 * 152, [jax.ShapeDtypeStruct((K,), jnp.float32)])
+    (x, stash), _ = jax.lax.scan(transform(layer), (lhs, stash), rhs)
+    return jnp.sum(jnp.where(live, ps.seal(x, stash) * d_out[:, :K], 0))
+
+  d_lhs, d_rhs = jax.jit(jax.grad(loss, (0, 1)))(lhs, jnp.stack([rhs, 2 * rhs]))
+  return jnp.where(live, d_lhs, 0), d_rhs
+
+
+def test_a_replay_of_the_layer_multiplies_again_without_the_stash():
+  options = {"tiling": TILING, "interpret": not ON_TPU}
+  stashing = lambda stash, x, rhs: ps.gmm(stash, x, rhs, SIZES, **options)
+  saving = lambda stash, x, rhs: ps.gmm(
+    stash, x, rhs, SIZES, grouped_matmul=lambda lhs, rhs, _: megablox()(lhs, rhs)
+  )
+  replayed = two_layers(functools.partial(jax.checkpoint, policy=SAVE_SLOTS), stashing)
+  assert_trees_equal(replayed, two_layers(lambda layer: layer, saving))
+
+
+@pytest.mark.once
+def test_without_jit():
+  args, live = operands(), rows_in_groups()
+  options = {"tiling": TILING, "interpret": not ON_TPU}
+  lhs, rhs, d_out = args
+  out, vjp, stats = jax.vjp(stashed(**options), lhs, rhs, has_aux=True)
+  actual = jnp.where(live[:, None], out, 0), *vjp(jnp.where(live[:, None], d_out, 0)), stats
+  assert_same(actual, differentiate(stashed(**options), args, live), live)
+
+
+@pytest.mark.once
+def test_under_vmap_examples_run_one_by_one():
+  (lhs, rhs, d_out), live = operands(), rows_in_groups()
+  options = {"tiling": TILING, "interpret": not ON_TPU, "implementation": IMPLEMENTATIONS[0]}
+
+  def gradients(lhs, **change):
+    multiply = lambda lhs, rhs: stashed(**options | change)(lhs, rhs)[0]
+    _, vjp = jax.vjp(multiply, lhs, rhs)
+    return vjp(jnp.where(live[:, None], d_out, 0))
+
+  both = jnp.stack([lhs, 2 * lhs])
+  actual = jax.jit(jax.vmap(functools.partial(gradients, implementation=None)))(both)
+  for i, one in enumerate(both):
+    assert_trees_equal(jax.tree.map(lambda x, i=i: x[i], actual), jax.jit(gradients)(one))
+
+
 def test_overflow_is_nan_in_rhs_and_counted():
   args, live = operands(), rows_in_groups()
   options = {"tiling": TILING, "interpret": not ON_TPU}
@@ -166,6 +231,16 @@ def test_overflow_is_nan_in_rhs_and_counted():
   assert bool(jnp.isnan(d_rhs[has_rows]).all())
   assert_trees_equal(d_rhs[~has_rows], jnp.zeros_like(d_rhs[~has_rows]))
   assert [int(x[0]) for x in stats] == [0, 0, 1, 0, 152]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("capacity, overflowed", [(72, 1), (80, 0)])
+def test_rows_have_to_fit_behind_the_start_of_a_tile(capacity, overflowed):
+  args, live = operands(groups=2), rows_in_groups(1, 2)  # 71 rows, from row 50 on.
+  options = {"group_offset": jnp.int32(1), "tiling": (64, 128, 128), "interpret": not ON_TPU}
+  _, _, d_rhs, stats = differentiate(stashed(capacity=capacity, **options), args, live)
+  assert is_any_nan(d_rhs) == bool(overflowed)
+  assert [int(x[0]) for x in stats] == [capacity * (not overflowed)] * 2 + [overflowed, 0, 80]
 
 
 @pytest.mark.parametrize("seals", [0, once(2)])

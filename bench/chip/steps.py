@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 import numpy as np
 
@@ -173,6 +174,41 @@ def gradients(scale):
   return "largest relative difference " + ", ".join(f"{n} {w:.1e}" for n, w in worst.items())
 
 
+def matmuls(scale):
+  """Grouped matmuls that write and read the stash in place, beside those of megablox."""
+  width, tiling, differences = scale.model_width, (64, 128, 128), {}
+  sizes = jnp.array([50, 5, 71, 30], jnp.int32)
+  rng = np.random.default_rng(4)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  # Of four groups and of two; behind the rows there is no room for a tile, nor in front of them.
+  for offset, groups, capacity in (0, 4, 160), (1, 2, 80):
+    lhs, rhs, d_out = normal(256, width), normal(groups, width, width), normal(256, width)
+    first, last = int(sizes[:offset].sum()), int(sizes[: offset + groups].sum())
+    is_in_group = ((jnp.arange(256) >= first) & (jnp.arange(256) < last))[:, None]
+    options = jnp.float32, tiling, jnp.int32(offset)
+
+    def stashing(lhs, rhs, options=options, capacity=capacity):
+      stash = ps.Stash.empty(capacity, [jax.ShapeDtypeStruct((width,), lhs.dtype)])
+      how = {"interpret": not scale.is_tpu, "implementation": scale.implementation}
+      return ps.seal(*ps.gmm(stash, lhs, rhs, sizes, *options, **how))
+
+    def saving(lhs, rhs, options=options):
+      return megablox_gmm(lhs, rhs, sizes, *options, None, False, not scale.is_tpu)
+
+    def run(multiply, lhs, rhs, d_out, is_in_group=is_in_group):
+      out, vjp = jax.vjp(multiply, lhs, rhs)
+      d_lhs, d_rhs = vjp(jnp.where(is_in_group, d_out, 0))
+      return jnp.where(is_in_group, out, 0), jnp.where(is_in_group, d_lhs, 0), d_rhs
+
+    actual, expected = (
+      jax.jit(functools.partial(run, multiply))(lhs, rhs, d_out) for multiply in (stashing, saving)
+    )
+    differences[f"{groups} groups"] = max(map(_relative_difference, actual, expected))
+  assert max(differences.values()) < 1e-5, differences
+  found = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
+  return f"largest relative difference {found}"
+
+
 def _relative_difference(actual, expected):
   largest = float(jnp.max(jnp.abs(expected)))
   difference = float(jnp.max(jnp.abs(actual - expected))) / largest
@@ -269,6 +305,12 @@ STEPS: dict[str, Any] = {
     "If they are NaN, the stash was not handed over as it is on a CPU; if they differ little, see"
     " what XLA fused.",
     gradients,
+  ),
+  "matmuls": Step(
+    "grouped matmuls write rows to the stash and read them there",
+    "If d_rhs alone is wrong, rows were read from another place than they lie in, or before they"
+    " were there; if it is NaN, see `gradients`.",
+    matmuls,
   ),
   "large": Step(
     "rows behind 2^31 bytes and elements are where they should be",

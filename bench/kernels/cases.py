@@ -104,5 +104,15 @@ def sweep_cases():
           yield make_case(chip, kernel, layout, **options)
 
 
+def grouped_cases():
+  """Grouped matmuls of 8192 rows between the widths of DeepSeek-V3: megablox, then in place."""
+  for chip in BANDWIDTH:
+    for kernel in "gmm", "tgmm":
+      for k, n in (7168, 2048), (2048, 7168):
+        for implementation in "megablox", OURS:
+          case = {"chip": chip, "kernel": kernel, "k": k, "n": n, "rows": FEW_ROWS}
+          yield case | {"implementation": implementation}
+
+
 def itemsize(case):
   return jnp.dtype(case["dtype"]).itemsize

@@ -9,7 +9,8 @@ environment will do: `python -m bench.kernels --noestimate`.
 Writes kernels.json, a row for each case, and kernels.png; and measured.json. With `--check` it
 estimates the few cases of baseline.json instead and fails if one worsened by more than 2%, or is
 above its floor. With `--sweep` it compares layouts, dtypes and widths with the prefix layout, and
-fails above 1.3.
+fails above 1.3. With `--grouped` it compares the grouped matmuls that write and read the stash in
+place with megablox's, and with copies beside those, and fails above 1.02.
 """
 # ruff: noqa: E402  The environment must be set before jax is imported.
 
@@ -36,6 +37,7 @@ from pallas_stash.kernels.tiling import choose_tiling
 OUTPUT = flags.DEFINE_string("output", "build", "The folder for kernels.json and kernels.png.")
 FULL = flags.DEFINE_bool("full", False, "Every case of the matrix, which takes hours.")
 SWEEP = flags.DEFINE_bool("sweep", False, "Every layout against the prefix layout: 13 minutes.")
+GROUPED = flags.DEFINE_bool("grouped", False, "Grouped matmuls beside megablox's: 9 minutes.")
 CHECK = flags.DEFINE_bool("check", False, "Compare with the stored baseline.")
 UPDATE = flags.DEFINE_bool("update_baseline", False, "Store the baseline.")
 ESTIMATE = flags.DEFINE_bool("estimate", True, "Compile for TPUs that need not be here.")
@@ -75,9 +77,9 @@ def estimate_case(case):
   return {key: (case | found)[key] for key in report.KEYS}
 
 
-def cycles_of(case):
+def cycles_of(case, module="static"):
   """Returns the estimated cycles of a case and None; or None and why there is no estimate."""
-  command = [sys.executable, "-m", "bench.kernels.static", json.dumps(case)]
+  command = [sys.executable, "-m", f"bench.kernels.{module}", json.dumps(case)]
   try:
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     return json.loads(done.stdout.splitlines()[-1])["estimated_cycles"], None
@@ -99,6 +101,26 @@ def estimates(chosen):
   return rows
 
 
+def compare_grouped():
+  """Prints the grouped matmuls in place beside megablox's; returns which cost too much."""
+  print(report.GROUPED_HEADER, flush=True)
+  failures = []
+  with concurrent.futures.ThreadPoolExecutor(JOBS.value) as pool:
+    every = list(cases.grouped_cases())
+    for case, (cycles, problem) in zip(
+      every, pool.map(lambda case: cycles_of(case, "grouped_static"), every), strict=True
+    ):
+      if problem:
+        failures.append(f"{case}: {problem}")
+      elif case["implementation"] == "megablox":
+        megablox = cycles
+      else:
+        print(report.describe_grouped(case, cycles, megablox), flush=True)
+        if cycles > report.WORSE * megablox:
+          failures.append(f"{case}: {cycles:,} cycles, megablox {megablox:,}")
+  return failures
+
+
 def measurements():
   """Prints and returns the rows of what runs here."""
   print(wall.describe_device(), wall.HEADER, sep="\n", flush=True)
@@ -118,6 +140,8 @@ def main(args):
   if CHECK.value:
     rows = estimates(cases.check_cases())
     sys.exit("\n".join(report.failures(rows, json.loads(BASELINE.read_text()))) or 0)
+  if GROUPED.value:
+    sys.exit("\n".join(compare_grouped()) or 0)
   if SWEEP.value:
     rows = estimates(cases.sweep_cases())
     ratios = {report.name(row): report.of_prefix(row, rows) for row in rows}

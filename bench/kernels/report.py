@@ -1,6 +1,6 @@
 """What is printed, drawn and checked of the rows of the kernel benchmark."""
 
-from bench.kernels.cases import BANDWIDTH
+from bench.kernels.cases import BANDWIDTH, floor_cycles
 
 CASE_KEYS = (
   *("chip", "kernel", "implementation", "layout", "occupancy", "width", "dtype", "rows", "offset"),
@@ -11,6 +11,10 @@ HEADER = (
   f" {'width':>5} {'dtype':13} {'from':>4} {'cycles':>11} {'floor':>11} {'ratio':>5} {'GB':>6}"
 )
 WORSE = 1.02
+GROUPED_HEADER = (
+  f"{'chip':6} {'kernel':6} {'k':>5} {'n':>5} {'megablox':>10} {'in place':>10} {'ratio':>6}"
+  f" {'by copies':>10} {'ratio':>6}"
+)
 # Of any layout to the prefix layout, of max(estimate, floor), where bandwidth is the limit.
 MOST_OF_PREFIX = 1.3
 
@@ -34,6 +38,15 @@ def describe(row):
     f" {row['rows']:7,} {row['occupancy']:6.0%} {row['width']:5} {row['dtype']:13}"
     f" {row['offset']:4} {estimate:>11} {row['floor_cycles']:11,} {ratio:>5}"
     f" {row['bytes_moved'] / 1e9:6.2f}"
+  )
+
+
+def describe_grouped(case, cycles, megablox):
+  """A line of a grouped matmul; by copies, compact or expand_undefined is at its floor."""
+  copies = megablox + floor_cycles(case["chip"], 2 * case["rows"] * case["k"] * 2)
+  return (
+    f"{case['chip']:6} {case['kernel']:6} {case['k']:5} {case['n']:5} {megablox:10,} {cycles:10,}"
+    f" {cycles / megablox:6.3f} {round(copies):10,} {copies / megablox:6.3f}"
   )
 
 

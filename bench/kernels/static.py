@@ -100,7 +100,17 @@ def estimate(case: dict) -> int:
     mock.patch.object(pieces, "searchable", lambda runs: runs),
   ):
     jax.jit(copy, donate_argnums=donated).trace(*args).lower().compile()
-  texts = [path.read_text(errors="replace") for path in pathlib.Path(PROFILES).iterdir()]
+  return estimated_cycles()
+
+
+def estimated_cycles(prefixes: tuple[str, ...] = ("",)) -> int:
+  """Returns the cycles of what was compiled, of instructions whose names start so.
+
+  Raises:
+    RuntimeError: if there is no estimate.
+  """
+  paths = [path for path in pathlib.Path(PROFILES).iterdir() if path.name.startswith(prefixes)]
+  texts = [path.read_text(errors="replace") for path in paths]
   cycles = [int(c) for text in texts for c in re.findall(r"estimated_cycles: (\d+)", text)[:1]]
   if not cycles:
     raise RuntimeError("The compiler wrote no estimate.")

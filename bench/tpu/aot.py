@@ -59,7 +59,7 @@ class Instruction:
     opcode: as HLO spells it.
     result: text of the result's shape; of a tuple, of all of them.
     operands: of a custom call, the text of each operand's shape.
-    aliased: of a custom call, the number of the operand whose memory the whole result has; or None.
+    aliased: of a custom call, {which of its results: the operand whose memory that has}, by number.
     target: of a custom call; "" for all else.
     is_conditional: whether it only runs in a branch of a conditional.
     runs: how often it runs in one run of the program, in whichever branch; None if the number of
@@ -72,7 +72,7 @@ class Instruction:
   opcode: str
   result: str
   operands: tuple[str, ...]
-  aliased: int | None
+  aliased: dict[int, int]
   target: str
   is_conditional: bool
   runs: int | None
@@ -85,6 +85,12 @@ class Instruction:
   @property
   def is_ours(self):
     return self.is_kernel and self.name.startswith("stash_")
+
+  @property
+  def new_results(self):
+    """The text of the shape of each result that is not in the memory of an operand."""
+    results = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", self.result)
+    return [result for i, result in enumerate(results) if i not in self.aliased]
 
 
 class Program:
@@ -130,18 +136,17 @@ class Program:
   def copies(self, *buffers):
     """The instructions that make another array of the shape and dtype of one of `buffers`.
 
-    Not those that name a buffer that is there, or allocate one; nor compact and updates of a slice,
-    which are in place: where one cannot be, XLA puts a copy in front of it.
+    Not those that name a buffer that is there, or allocate one; nor kernels and updates of a slice
+    that are in place: where one cannot be, XLA puts a copy in front of it.
     """
     shapes = {f"{_hlo_dtype(b.dtype)}[{','.join(map(str, b.shape))}]" for b in buffers}
     return [
       f"{i.name}: {i.opcode} -> {i.result}"
       for i in self.instructions
-      if any(shape in i.result for shape in shapes)
+      if any(shape in result for shape in shapes for result in i.new_results)
       and i.opcode not in _NOT_A_COPY
       and i.target != "AllocateBuffer"
       and "dynamic-update-slice" not in i.opcode + i.name
-      and not (i.is_ours and i.name == "stash_compact")
     ]
 
   def outside_hbm(self):
@@ -230,8 +235,9 @@ def _operands(line):
 
 
 def _aliased(line):
-  found = re.search(r"output_to_operand_aliasing=\{\{\}: \((\d+), \{\}\)\}", line)
-  return int(found[1]) if found else None
+  aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", line)
+  pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}\)", aliasing[1] if aliasing else "")
+  return {int(result or 0): int(operand) for result, operand in pairs}
 
 
 def _dimensions(shape):

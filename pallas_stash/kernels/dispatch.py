@@ -6,6 +6,7 @@ compact and expand are primitives, of which nothing is traced before a program i
 for its platforms only.
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -135,7 +136,8 @@ def _run_one_by_one(primitive, leaves, axes, **params):
     operands = [next(of_example) if b else x for x, b in zip(leaves, is_batched, strict=True)]
     return primitive.bind(*operands, **params)
 
-  return lax.map(run_one, batched), 0
+  results = lax.map(run_one, batched)
+  return results, [0] * len(results) if primitive.multiple_results else 0
 
 
 def _refuse_tangents(primals, tangents, **params):
@@ -143,19 +145,42 @@ def _refuse_tangents(primals, tangents, **params):
   raise NotImplementedError(FIRST_ORDER_ONLY)
 
 
-def _make_primitive(name):
-  primitive = Primitive(f"stash_{name}")
-  primitive.def_abstract_eval(functools.partial(_result, name))
+def make_primitive(
+  name: str,
+  result: Callable[..., Any],
+  by_xla: Callable[..., Any],
+  on_tpu: Callable[..., Any],
+  multiple_results: bool = False,
+) -> Primitive:
+  """Returns a primitive of which nothing is traced before it is lowered, and then for a platform.
+
+  It has no derivative, and `vmap` runs one example after the other.
+
+  Args:
+    name: of the primitive.
+    result: from the abstract values of the operands to that of the result.
+    by_xla, on_tpu: what it is lowered to, functions of the operands and the static parameters.
+    multiple_results: whether those give several results, or the only one of a sequence.
+  """
+  primitive = Primitive(name)
+  primitive.multiple_results = multiple_results
+  primitive.def_abstract_eval(result)
   primitive.def_impl(functools.partial(_run_eagerly, primitive))
   ad.primitive_jvps[primitive] = _refuse_tangents
   batching.primitive_batchers[primitive] = functools.partial(_run_one_by_one, primitive)
-  for function, platform in (_lower_to_xla, None), (_lower_for_tpu, "tpu"):
-    rule = mlir.lower_fun(functools.partial(function, name), multiple_results=False)
+  for function, platform in (by_xla, None), (on_tpu, "tpu"):
+    rule = mlir.lower_fun(function, multiple_results=multiple_results)
     mlir.register_lowering(primitive, rule, platform=platform)
   return primitive
 
 
-PRIMITIVES = {name: _make_primitive(name) for name in (COMPACT, EXPAND)}
+PRIMITIVES = {
+  name: make_primitive(
+    f"stash_{name}",
+    *(functools.partial(function, name) for function in (_result, _lower_to_xla, _lower_for_tpu)),
+  )
+  for name in (COMPACT, EXPAND)
+}
 
 
 def leaves_undefined(equation: Any) -> bool:

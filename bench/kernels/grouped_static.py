@@ -1,0 +1,134 @@
+"""Compiles one grouped matmul for a TPU that this host does not have; prints its cycle estimate.
+
+Run as `python -m bench.kernels.grouped_static JSON`, as `bench.kernels.static` is. Rows are a
+prefix of the worst case, in groups of 1024, so that two row tiles of 512 are of one group.
+"""
+
+from bench.kernels import static  # First: it sets the environment, before jax is imported.
+
+# isort: split
+import importlib
+import json
+import sys
+from unittest import mock
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from bench.tpu import aot
+from pallas_stash.kernels import grouped
+from pallas_stash.kernels.megablox import Megablox
+
+GROUP_ROWS, TILING, DTYPE = 1024, (512, 1024, 1024), jnp.bfloat16
+SLOT = 1024  # Stash row where the push starts.
+_megablox = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
+
+
+class _Known:
+  """Scalar memory whose contents are a function of the index: the estimator reads it as 0."""
+
+  def __init__(self, value_of):
+    self._value_of = value_of
+
+  def __getitem__(self, index):
+    return self._value_of(index)
+
+
+METADATA = _Known(lambda g: g * GROUP_ROWS), _Known(lambda t: t // 2), _Known(lambda t: t)
+
+
+def visits_of(rows, metadata):
+  """Returns `grouped._Visits` whose scalars are known, whatever it is given."""
+  place = _Known(lambda i: [jnp.int32(value) for value in (0, 0, rows, SLOT)][i])
+
+  class Visits(grouped._Visits):
+    def __new__(cls, *refs):
+      del refs
+      return tuple.__new__(cls, (*METADATA, place))
+
+    @staticmethod
+    def of(*args):
+      del args
+      return metadata, rows // TILING[0]
+
+  return Visits
+
+
+class KnownPallas:
+  """`pl` for megablox, with a `pallas_call` whose scalars are known."""
+
+  def __init__(self, visits):
+    self._visits = visits
+
+  def __getattr__(self, name):
+    return getattr(pl, name)
+
+  def pallas_call(self, kernel, *, grid_spec, **options):
+    first_group = _Known(lambda _: jnp.int32(0))
+
+    def known(spec):
+      at = lambda *args: spec.index_map(*args[:3], METADATA, first_group)
+      return spec and pl.BlockSpec(spec.block_shape, at)
+
+    spec = pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=2,
+      grid=tuple(size if isinstance(size, int) else self._visits for size in grid_spec.grid),
+      in_specs=list(map(known, grid_spec.in_specs)),
+      out_specs=known(grid_spec.out_specs),
+      scratch_shapes=grid_spec.scratch_shapes,
+    )
+    body = lambda metadata, offset, *refs: kernel(METADATA, first_group, *refs)
+    return pl.pallas_call(body, grid_spec=spec, **options)
+
+
+def make(case):
+  """Returns a function of (scalars, operands), the shapes of the operands, and which is donated."""
+  kernel, k, n, rows = (case[key] for key in ("kernel", "k", "n", "rows"))
+  groups, total_rows = rows // GROUP_ROWS, 4 * rows
+  struct = lambda *shape: jax.ShapeDtypeStruct(shape, DTYPE)
+  lhs, d_out, rhs = struct(total_rows, k), struct(total_rows, n), struct(groups, k, n)
+  stash, sizes = struct(total_rows, k), jnp.zeros((groups,), jnp.int32)
+  options, place = Megablox(DTYPE, TILING, False, False), grouped.Place(*jnp.zeros(3, jnp.int32))
+  scalars = sizes, jnp.int32(0), place
+  if case["implementation"] == "megablox":
+    if kernel == "gmm":
+      return lambda lhs, rhs: _megablox.gmm.__wrapped__(lhs, rhs, sizes, DTYPE, TILING), (lhs, rhs)
+    tgmm = _megablox.tgmm.__wrapped__
+    return lambda lhs, d_out: tgmm(lhs.swapaxes(0, 1), d_out, sizes, DTYPE, TILING), (lhs, d_out)
+  if kernel == "gmm":
+    keep = lambda *operands: grouped.gmm_and_keep(*operands, *scalars, options=options)
+    return keep, (lhs, rhs, stash)
+  of_rhs = {"k": k, "dtype": DTYPE, "groups_here": groups, "options": options}
+  return lambda *operands: grouped.tgmm(*operands, *scalars, **of_rhs), (stash, d_out)
+
+
+def estimate(case: dict) -> int:
+  """Returns the cycles of a case of `bench.kernels.cases.grouped_cases`."""
+  rows, groups = case["rows"], case["rows"] // GROUP_ROWS
+  visits = 4 * rows // TILING[0] + groups - 1
+  integers = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
+  metadata = grouped._Visits(*map(integers, (groups + 1, visits, visits, 4)))
+  mesh = aot.mesh(case["chip"])
+  function, operands = make(case)
+  args = aot.place((metadata, operands), mesh)
+
+  def run(metadata, operands):
+    # The scalars are arguments: how XLA computes them is not to be estimated.
+    known = visits_of(rows, metadata), KnownPallas(rows // TILING[0])
+    given = lambda **_: (metadata[:3], rows // TILING[0])
+    with (
+      mock.patch.object(grouped, "_Visits", known[0]),
+      mock.patch.object(_megablox, "pl", known[1]),
+      mock.patch.object(_megablox, "make_group_metadata", given),
+    ):
+      return function(*operands)
+
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.jit(run).trace(*args).lower().compile()
+  return static.estimated_cycles(("stash_", "run"))
+
+
+if __name__ == "__main__":
+  print(json.dumps({"estimated_cycles": estimate(json.loads(sys.argv[1]))}))

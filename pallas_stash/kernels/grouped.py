@@ -1,0 +1,398 @@
+"""Grouped matmuls on TPU that write rows to a stash on their way, or read them there in place.
+
+They are megablox's, with its row tiles, and the same bits come out. The rows of a push lie in the
+stash as in `lhs`, so many rows further on, and that is a multiple of an HBM tile: so a row tile can
+be read where it lies, and written by a DMA of just the HBM tiles that are the push's own.
+
+    gmm:   lhs tile in VMEM --dot--> accumulator          tgmm:  row tile of the stash --dot-->
+                   \\___DMA, once for each tile___> stash                 d_out tile ___/
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from pallas_stash.kernels import megablox
+from pallas_stash.kernels.tiling import LANES, row_alignment
+
+VMEM_BYTES = 32 * 2**20  # Of a core's 64 MiB or more.
+
+
+class Place(NamedTuple):
+  """The rows of a push, in `lhs` and in the stash.
+
+  Attributes:
+    first: int32[], first row in `lhs`.
+    rows: int32[], how many.
+    start: int32[], first row in the stash, congruent to `first` modulo an HBM tile; -1 where they
+      were not stored.
+  """
+
+  first: jax.Array
+  rows: jax.Array
+  start: jax.Array
+
+
+def fits(shape: tuple[int, int, int], stash: Any, dtypes: Any, tiles: megablox.Tiling) -> bool:
+  """Returns whether the kernels here take a matmul; all arguments are static.
+
+  Args:
+    shape: (m, k, n) of the matmul.
+    stash: [stash_rows, width], array or shape, for rows of k elements.
+    dtypes: of all operands and results.
+    tiles: rows of a tile, and its columns along k and n.
+  """
+  tile_rows, tile_k, _ = tiles
+  stash_rows, width = stash.shape
+  # Of one-byte elements megablox knows nothing, and an HBM tile has other rows.
+  is_known = all(jnp.dtype(dtype).itemsize in (2, 4) for dtype in dtypes)
+  is_tiled = shape[0] % tile_rows == 0 and tile_rows % (2 * row_alignment(2)) == 0
+  is_split = tile_k % LANES == 0 and width % min(tile_k, width or 1) == 0
+  return is_known and is_tiled and is_split and stash_rows >= tile_rows and width > 0
+
+
+class _Visits(NamedTuple):
+  """The row tiles that a matmul visits, once for each group with rows in it; in scalar memory.
+
+  Attributes:
+    group_starts: int32[groups + 1], first row of each group, and the end of the last.
+    groups: int32[visits], the group of each visit.
+    tiles: int32[visits], its row tile.
+    place: int32[4], the first of the groups here, and the fields of `Place`.
+  """
+
+  group_starts: Any
+  groups: Any
+  tiles: Any
+  place: Any
+
+  @classmethod
+  def of(cls, group_sizes, place, total_rows, tile_rows, group_offset, groups_here, with_empty):
+    """Returns them, and their number."""
+    (starts, groups, tiles), number = megablox.group_metadata(
+      group_sizes, total_rows, tile_rows, group_offset, groups_here, with_empty
+    )
+    place = jnp.stack([group_offset, *place]).astype(jnp.int32)
+    return cls(starts.astype(jnp.int32), groups, tiles, place), number.astype(jnp.int32)
+
+  def group_here(self, visit):
+    """Returns the group of a visit, as its matrix is numbered here."""
+    return self.groups[visit] - self.place[0]
+
+  def is_empty(self, visit):
+    group = self.groups[visit]
+    return self.group_starts[group] == self.group_starts[group + 1]
+
+  def is_stored(self):
+    return self.place[3] >= 0
+
+  def stash_row(self, visit, tile_rows):
+    """Returns the stash row of the first row of the tile; it may lie outside of the stash."""
+    shift = jnp.where(self.is_stored(), self.place[3] - self.place[1], 0)
+    return self.tiles[visit] * tile_rows + shift
+
+  def own_rows(self, visit, tile_rows):
+    """Returns the first row within the tile, and how many, of the HBM tiles that are the push's."""
+    row, align = self.tiles[visit] * tile_rows, row_alignment(2)
+    first, last = self.place[1] - row, self.place[1] + self.place[2] - row
+    first = jnp.clip(first, 0, tile_rows) & -align
+    last = (jnp.clip(last, 0, tile_rows) + align - 1) & -align
+    is_there = self.is_stored() & (self.place[2] > 0)
+    rows = jnp.where(is_there, jnp.maximum(last - first, 0), 0)
+    return pl.multiple_of(first, align), pl.multiple_of(rows, align)
+
+  def read_row(self, visit, tile_rows, stash_rows):
+    """Returns the first of `tile_rows` stash rows to read for the tile, and the row to roll it by.
+
+    Where the tile reaches out of the stash, which has fewer rows in front of the push or behind it
+    than the tile, the rows that are read lie further in.
+    """
+    row = self.stash_row(visit, tile_rows)
+    read = pl.multiple_of(jnp.clip(row, 0, stash_rows - tile_rows), row_alignment(2))
+    return read, jnp.where(row > read, tile_rows - (row - read), read - row)
+
+  def is_first_of(self, ids, visit):
+    """Returns whether a visit is the first of its `ids`, of `groups` or `tiles`."""
+    return (visit == 0) | (ids[jnp.maximum(visit - 1, 0)] != ids[visit])
+
+  def is_last_of(self, ids, visit, visits):
+    return (visit == visits - 1) | (ids[jnp.minimum(visit + 1, visits - 1)] != ids[visit])
+
+  def is_in_group(self, visit, shape):
+    """Returns bool[shape], whether the rows of the tile are of the group of the visit."""
+    group = self.groups[visit]
+    row = self.tiles[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= self.group_starts[group]) & (row < self.group_starts[group + 1])
+
+
+def gmm_and_keep(
+  lhs: jax.Array,
+  rhs: jax.Array,
+  stash: jax.Array,
+  group_sizes: jax.Array,
+  group_offset: jax.Array,
+  place: Place,
+  *,
+  options: megablox.Megablox,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+  """Multiplies the rows of each group with its matrix, and stores them in the stash, in place.
+
+  Args:
+    lhs: [m, k]. What it holds outside of groups has no influence.
+    rhs: [groups here, k, n], or [groups here, n, k] if it is transposed.
+    stash: [stash_rows, width], `width` at least k.
+    group_sizes: int32[groups].
+    group_offset: int32[], the first group that `rhs` has.
+    place: where the rows of those groups are in `lhs`, and where in the stash they go to.
+    options: static; `fits` says which.
+    interpret: False, or `pltpu.InterpretParams`.
+
+  Returns:
+    out: [m, n], as megablox has it.
+    stash: with the rows. Columns from k on are undefined in them, as are those up to seven rows
+      that the push owns at either end; all others keep every bit.
+  """
+  groups_here, *matrix = rhs.shape
+  k, n = matrix[::-1] if options.transpose_rhs else matrix
+  m = lhs.shape[0]
+  tm, tk, tn = options.tiles(m, k, n)
+  visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, False)
+  tiles_n, tiles_k = pl.cdiv(n, tn), pl.cdiv(k, tk)
+  rhs_tile = lambda n, t, k, v: (v.group_here(t), *((n, k) if options.transpose_rhs else (k, n)))
+  rhs_shape = (None, tn, tk) if options.transpose_rhs else (None, tk, tn)
+  of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+  kernel = functools.partial(
+    _gmm_and_keep,
+    k=k,
+    last_columns=stash.shape[1] - (tiles_k - 1) * tk,
+    dtype=megablox.compute_dtype(lhs, rhs),
+    contracting=int(options.transpose_rhs),
+  )
+  out, stash = _call(
+    kernel,
+    visits,
+    (tiles_n, number, tiles_k),
+    operands=(lhs, rhs, stash),
+    in_specs=[
+      pl.BlockSpec((tm, tk), _index_map(lambda n, t, k, v: (v.tiles[t], k))),
+      pl.BlockSpec(rhs_shape, _index_map(rhs_tile)),
+      of_hbm,
+    ],
+    out_specs=[pl.BlockSpec((tm, tn), _index_map(lambda n, t, k, v: (v.tiles[t], n))), of_hbm],
+    out_shape=[_like(lhs, (m, n), options.preferred_element_type), _like(stash, stash.shape)],
+    scratch_shapes=[pltpu.VMEM((tm, tn), jnp.float32), pltpu.SemaphoreType.DMA],
+    aliases={2: 1},
+    cost_estimate=_cost(m, k, n, tiles_n * m * k, k * n * visits.tiles.size, m * n),
+    interpret=interpret,
+    name="stash_gmm",
+  )
+  if groups_here < group_sizes.shape[0]:  # As megablox leaves the rows of other groups.
+    row = jnp.arange(m, dtype=jnp.int32)
+    is_here = (row >= place.first) & (row < place.first + place.rows)
+    out = jnp.where(is_here[:, None], out, jnp.zeros_like(out))
+  return out, stash
+
+
+def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_columns, **static):
+  """The kernel of `gmm_and_keep`. A step is a column tile of `out`, a visit, and a tile of k."""
+  visit, k_tile, tiles_k = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
+  is_last = k_tile == tiles_k - 1
+  tile_rows, tile_k = lhs.shape
+
+  def for_own_rows(do):
+    first, rows = visits.own_rows(visit, tile_rows)
+    row = pl.multiple_of(visits.stash_row(visit, tile_rows) + first, row_alignment(2))
+    is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit) & (rows > 0)
+    # The columns of the last tile are those that the stash has.
+    for is_here, columns in ((is_last, last_columns), (~is_last, tile_k)):
+
+      @pl.when(is_turn & is_here)
+      def _(columns=columns):
+        source = lhs.at[pl.ds(first, rows), pl.ds(0, columns)]
+        column = pl.multiple_of(k_tile * tile_k, LANES)
+        do(
+          pltpu.make_async_copy(
+            source, stash.at[pl.ds(row, rows), pl.ds(column, columns)], semaphore
+          )
+        )
+
+  for_own_rows(lambda copy: copy.start())
+
+  @pl.when(k_tile == 0)
+  def _():
+    total[...] = jnp.zeros_like(total)
+
+  def add(columns):
+    total[...] += _dot(lhs[...], rhs[...], columns=columns, **static)
+
+  pl.when(~is_last)(lambda: add(tile_k))
+
+  @pl.when(is_last)
+  def _():
+    add(k % tile_k or tile_k)
+    # Other rows of the tile are of other groups, or padding.
+    is_in_group = visits.is_in_group(visit, total.shape)
+    out[...] = jnp.where(is_in_group, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
+
+  for_own_rows(lambda copy: copy.wait())
+
+
+def tgmm(
+  stash: jax.Array,
+  d_out: jax.Array,
+  group_sizes: jax.Array,
+  group_offset: jax.Array,
+  place: Place,
+  *,
+  k: int,
+  dtype: Any,
+  groups_here: int,
+  options: megablox.Megablox,
+  interpret: Any = False,
+) -> jax.Array:
+  """Returns lhs[rows of each group].T @ d_out[rows of the group], `lhs` read in the stash.
+
+  Args:
+    stash: [stash_rows, width], with rows of `lhs`. What all others hold has no influence.
+    d_out: [m, n]. What it holds outside of groups has no influence.
+    group_sizes, group_offset, options, interpret: as of `gmm_and_keep`.
+    place: where the rows of the groups here are in `lhs`, and where in the stash.
+    k: static, columns of `lhs`.
+    dtype: of the result.
+    groups_here: static, how many groups, from `group_offset` on.
+
+  Returns:
+    [groups here, k, n]; zero of a group without rows, NaN of the others where the rows were not
+    stored.
+  """
+  m, n = d_out.shape
+  stash_rows, width = stash.shape
+  tm, tk, tn = options.tiles(m, k, n)
+  tk = min(tk, width)
+  visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, True)
+
+  def stash_tile(n, k, t, v):
+    del n
+    return v.read_row(t, tm, stash_rows)[0], pl.multiple_of(k * tk, LANES)
+
+  kernel = functools.partial(
+    _tgmm, stash_rows=stash_rows, dtype=megablox.compute_dtype(stash, d_out)
+  )
+  return _call(
+    kernel,
+    visits,
+    (pl.cdiv(n, tn), pl.cdiv(k, tk), number),
+    operands=(stash, d_out),
+    in_specs=[
+      pl.BlockSpec((pl.Element(tm), pl.Element(tk)), _index_map(stash_tile)),
+      pl.BlockSpec((tm, tn), _index_map(lambda n, k, t, v: (v.tiles[t], n))),
+    ],
+    out_specs=pl.BlockSpec((None, tk, tn), _index_map(lambda n, k, t, v: (v.group_here(t), k, n))),
+    out_shape=_like(d_out, (groups_here, k, n), dtype),
+    scratch_shapes=[pltpu.VMEM((tk, tn), jnp.float32)],
+    cost_estimate=_cost(
+      m, k, n, pl.cdiv(n, tn) * m * k, pl.cdiv(k, tk) * m * n, groups_here * k * n
+    ),
+    interpret=interpret,
+    name="stash_tgmm",
+  )
+
+
+def _tgmm(visits, rows, d_out, out, total, *, stash_rows, dtype):
+  """The kernel of `tgmm`. A step is a column tile of `out`, one of its row tiles, and a visit."""
+  visit, number = pl.program_id(2), pl.num_programs(2)
+  tile_rows = d_out.shape[0]
+  _, roll_by = visits.read_row(visit, tile_rows, stash_rows)
+  is_used = visits.is_stored() & ~visits.is_empty(visit)
+
+  @pl.when(visits.is_first_of(visits.groups, visit))
+  def _():
+    total[...] = jnp.zeros_like(total)
+
+  def add(rows):
+    in_group = lambda x: jnp.where(visits.is_in_group(visit, x.shape), x, jnp.zeros_like(x))
+    left = in_group(rows).swapaxes(0, 1).astype(dtype)
+    right = in_group(d_out[...].astype(jnp.float32)).astype(dtype)
+    total[...] += lax.dot(left, right, preferred_element_type=jnp.float32)
+
+  @pl.when(is_used & (roll_by == 0))
+  def _():
+    add(rows[...].astype(jnp.float32))
+
+  @pl.when(is_used & (roll_by != 0))
+  def _():
+    add(pltpu.roll(rows[...].astype(jnp.float32), roll_by, 0))
+
+  @pl.when(visits.is_last_of(visits.groups, visit, number))
+  def _():
+    is_known = visits.is_stored() | visits.is_empty(visit)
+    out[...] = jnp.where(is_known, total[...], jnp.float32(jnp.nan)).astype(out.dtype)
+
+
+def _dot(lhs, rhs, *, columns, dtype, contracting):
+  """Returns the product of two tiles, of whose k the first `columns` are there."""
+
+  def of_columns(x, axis):
+    if columns == x.shape[axis]:
+      return x.astype(dtype)
+    is_there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < columns
+    return jnp.where(is_there, x.astype(jnp.float32), jnp.float32(0)).astype(x.dtype).astype(dtype)
+
+  return lax.dot_general(
+    of_columns(lhs, 1),
+    of_columns(rhs, contracting),
+    dimension_numbers=(((1,), (contracting,)), ((), ())),
+    preferred_element_type=jnp.float32,
+  )
+
+
+def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret, name, **options):
+  """Returns what a kernel of `visits` makes of the operands; `aliases` are by their numbers."""
+  scalars = len(visits)
+  specs = {key: options.pop(key) for key in ("in_specs", "out_specs", "scratch_shapes")}
+  operands = *visits, *operands
+  if not interpret:
+    # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM.
+    operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
+    out_shape = jax.tree.map(pltpu.HBM.like, out_shape)
+  out = pl.pallas_call(
+    lambda *refs: kernel(_Visits(*refs[:scalars]), *refs[scalars:]),
+    grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=scalars, grid=grid, **specs),
+    out_shape=out_shape,
+    input_output_aliases={scalars + i: out for i, out in (aliases or {}).items()},
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+      # Row tiles lie in the stash, as `_Visits` has them.
+      disable_bounds_checks=True,
+      vmem_limit_bytes=VMEM_BYTES,
+    ),
+    interpret=interpret,
+    name=name,
+    **options,
+  )(*operands)
+  # The compiler of libtpu 0.0.42 copies, or refuses, a result in HBM that a program just returns.
+  return out if interpret else lax.optimization_barrier(out)
+
+
+def _index_map(tile_of):
+  """Returns an index map from `tile_of(*step, visits)`."""
+  return lambda i, j, k, *visits: tile_of(i, j, k, _Visits(*visits))
+
+
+def _cost(m, k, n, *elements_moved):
+  """Returns what megablox says of a matmul: as if every row were in a group."""
+  return pl.CostEstimate(
+    flops=2 * m * k * n, bytes_accessed=2 * sum(elements_moved), transcendentals=0
+  )
+
+
+def _like(array, shape, dtype=None):
+  # Of the operand's type, which inside shard_map knows the mesh axes along which it varies.
+  dtype = jnp.dtype(array.dtype if dtype is None else dtype)
+  return jax.typeof(array).update(shape=shape, dtype=dtype, weak_type=False)
