@@ -46,7 +46,7 @@ def example():
 def test_the_example_saves_memory_and_has_the_gradients_of_saved_residuals(example):
   gradient, arguments = example["gradient"], (example["weights"], example["x"])
   memory_of = lambda *args: gradient.lower(*args).compile().memory_analysis().temp_size_in_bytes
-  capacity = example["capacity_rows"]
+  capacity = example["capacity"]
   assert memory_of(*arguments, capacity) < 0.7 * memory_of(*arguments, None)
   assert_trees_equal(gradient(*arguments, capacity), gradient(*arguments, None))
 
