@@ -5,6 +5,8 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import pytest
 
 from bench.tpu import aot
@@ -79,6 +81,54 @@ def test_the_stash_is_written_and_read_in_place(chip, options):
   elements = buffer.size + ROWS * LAYERS * WIDTH + (LAYERS + 1) * GROUPS * WIDTH * HIDDEN
   elements += ROWS * 5 * (WIDTH + HIDDEN)
   assert compiled.memory.temp_size_in_bytes < elements * jnp.dtype(buffer.dtype).itemsize
+
+
+RING = 4
+
+
+def ring_layer(carry, weights):
+  """Each device multiplies the rows of its own groups, wherever they start."""
+  (x, stash), (up, down, sizes) = carry, weights
+  first = GROUPS // RING * lax.axis_index("expert")
+  options = {"preferred_element_type": x.dtype, "tiling": (TILE, TILE, TILE)}
+  hidden, stash = ps.gmm(stash, x, up, sizes, group_offset=first, **options)
+  return (x + lax.psum(jax.nn.silu(hidden) @ down, "expert"), stash), None
+
+
+def scan_in_shard_map(mesh, weights, x, spec, of_weights):
+  def device_loss(weights, x):
+    stash = ps.Stash.empty(CAPACITY, [spec])
+    layer = jax.checkpoint(ring_layer, policy=SAVE_SLOTS)
+    return ps.seal(*lax.scan(layer, (x, stash), weights)[0])
+
+  options = {"in_specs": (of_weights, P()), "out_specs": P(), "check_vma": False}
+  return jax.shard_map(device_loss, mesh=mesh, **options)(weights, x)
+
+
+def shard_map_in_scan(mesh, weights, x, spec, of_weights):
+  stash = ps.Stash.empty(CAPACITY, [spec], RING)
+  place = lambda leaf: lax.with_sharding_constraint(leaf, NamedSharding(mesh, P("expert")))
+  carry = P(), P("expert")
+  of_layer = P(*of_weights[0][1:]), *of_weights[1:]
+  options = {"in_specs": (carry, of_layer), "out_specs": carry, "check_vma": False}
+  on_devices = jax.shard_map(lambda *args: ring_layer(*args)[0], mesh=mesh, **options)
+  layer = jax.checkpoint(lambda *args: (on_devices(*args), None), policy=SAVE_SLOTS)
+  return ps.seal(*lax.scan(layer, (x, jax.tree.map(place, stash)), weights)[0])
+
+
+@pytest.mark.parametrize("structure", [once(scan_in_shard_map), long(shard_map_in_scan)])
+def test_in_a_ring_of_experts(structure):
+  mesh, (weights, x) = aot.mesh("v5p", RING), arguments()
+  buffer, of_weights = struct((CAPACITY, WIDTH), x.dtype), (P(None, "expert"), P(), P())
+
+  def ring_loss(weights, x):
+    out = structure(mesh, weights, x, struct((WIDTH,), x.dtype), of_weights)
+    return jnp.sum(out, dtype=jnp.float32)
+
+  args = aot.place((weights, x), mesh, (of_weights, P()))
+  compiled = aot.compile(jax.grad(ring_loss, allow_int=True), *args)
+  assert compiled.kernels() == {"stash_gmm": 1, "stash_tgmm": 1}
+  assert compiled.copies(buffer) == []
 
 
 def lowered(**options):
