@@ -30,7 +30,7 @@ import numpy as np
 from pallas_stash.kernels import pieces, tile_words
 from pallas_stash.kernels.int32 import rem, repeat
 from pallas_stash.kernels.slots import Slots
-from pallas_stash.kernels.tiling import choose_tiling, Tiling
+from pallas_stash.kernels.tiling import choose_tiling, LANES, round_up, Tiling
 
 IDLE_SLOTS = 2  # A landing slot is loaded again two pieces after a store from it was started.
 ZERO = np.int32(0)  # Under x64 the compiler is given an int as an int64.
@@ -40,9 +40,10 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
   """Copies runs of rows of `source` to `destination`.
 
   Args:
-    source: [source_rows, width], whole HBM tiles: rows by `row_alignment`, columns by 128.
+    source: [source_rows, width], in whole HBM tiles: rows by `row_alignment`, columns by 128. On a
+      TPU the last ones may lie behind what the shape says.
     destination: [destination_rows, width] to update in place, or the ShapeDtypeStruct of a new
-      buffer, whose other rows are filled with the blank word or undefined.
+      buffer, whose other rows are filled with the blank word or undefined. Tiles as of `source`.
     runs: `CopyRuns`; without gaps between destinations where the destination is updated.
     window: int32[4], the fields of `Window`.
     tiling: `Tiling`, or None for `choose_tiling`.
@@ -53,9 +54,9 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
     The destination.
   """
   dtype = source.dtype
-  tiling = tiling or choose_tiling(source.shape[1], dtype.itemsize)
+  tiling = tiling or choose_tiling(round_up(source.shape[1], LANES), dtype.itemsize)
   is_new = isinstance(destination, jax.ShapeDtypeStruct)
-  scalars = *pieces.searchable(runs), window
+  is_whole = all(array.shape[1] % LANES == 0 for array in (source, destination))
   # Of the source's type, which inside shard_map knows the mesh axes along which it varies.
   out_shape, in_hbm = jax.typeof(source).update(shape=destination.shape), lambda x: x
   if not interpret:
@@ -65,10 +66,13 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
   of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   for first_column, columns in tiling.column_blocks:
     updated = [] if isinstance(destination, jax.ShapeDtypeStruct) else [destination]
+    # Of a slice that is known Pallas checks that it ends inside of the array, as its shape says.
+    start = [] if is_whole else [jnp.full((1,), first_column, jnp.int32)]
+    scalars = *pieces.searchable(runs), jnp.concatenate([window, *start])
     destination = pl.pallas_call(
       functools.partial(
         kernel,
-        columns=pl.ds(first_column, columns),
+        columns=(first_column if is_whole else None, columns),
         tiling=tiling,
         is_new=is_new,
         interpreted=bool(interpret),
@@ -129,6 +133,10 @@ def _scratch_shapes(tiling, columns, dtype, interpret):
 def kernel(offsets, destinations, ends, window, source, updated, out, *scratch, tiling, **static):
   """Copies the pieces of one core. Takes scalars, HBM, what was allocated, fields of `_Core`."""
   del updated  # The same memory as `out`.
+  first_column, number = static.pop("columns")
+  if first_column is None:
+    first_column = pl.multiple_of(window[4], LANES)
+  static["columns"] = pl.ds(first_column, number)
   window = Window(*(window[i] for i in range(4)))
   runs = pieces.SearchableRuns(offsets, destinations, ends)
   tiles = pieces.Tiles.of_core(pl.program_id(0), window.first, window.last, tiling)

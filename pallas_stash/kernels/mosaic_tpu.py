@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_stash import dtypes
 from pallas_stash.kernels.copy_runs import copy_runs
 from pallas_stash.kernels.pieces import NO_ROW
-from pallas_stash.kernels.tiling import LANES, round_up, row_alignment, Tiling
+from pallas_stash.kernels.tiling import LANES, round_up, row_alignment, SUBLANES, Tiling
 from pallas_stash.ragged import CopyRuns
 
 
@@ -27,19 +27,19 @@ def compact(
   Args:
     rows: the source. What it holds outside the runs has no influence.
     stash: the destination, `stash_width >= width`. Rows outside the runs keep every bit; in rows
-      inside, columns from `width` on become zero.
+      inside, columns from `width` on are undefined.
     runs: the copies, whose destinations leave no gap.
     tiling: static sizes; `choose_tiling` by default.
     interpret: False, or `pltpu.InterpretParams`.
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
-    The stash. It is the buffer that came in, unless it is of a dtype that Mosaic does not take, its
-    rows are no multiple of `row_alignment` or its width is none of 128: then XLA copies it.
+    The stash. It is the buffer that came in, unless it is copied, as `_to_kernel_layout` says.
   """
   shape, dtype = stash.shape, stash.dtype
-  destination = _to_kernel_layout(stash, shape[1], interpret)
-  source = _to_kernel_layout(rows, shape[1], interpret)
+  is_strict = bool(interpret) or checks_bounds
+  destination = _to_kernel_layout(stash, shape[1], interpret, is_strict)
+  source = _to_kernel_layout(rows, shape[1], interpret, is_strict)
   window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
   out = copy_runs(source, destination, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, shape, dtype)
@@ -72,10 +72,10 @@ def expand(
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
 
   Returns:
-    The new buffer. A stash of a dtype that Mosaic does not take, or whose rows are no multiple of
-    `row_alignment`, or whose width is none of 128, is first copied by XLA.
+    The new buffer. The stash is first copied where `_to_kernel_layout` says so.
   """
-  source = _to_kernel_layout(stash, stash.shape[1], interpret)
+  is_strict = bool(interpret) or checks_bounds
+  source = _to_kernel_layout(stash, stash.shape[1], interpret, is_strict)
   padded_rows = round_up(total_rows, row_alignment(stash.dtype.itemsize))
   first, last = jnp.int32(0), jnp.int32(padded_rows)
   if fill is not None:
@@ -84,7 +84,11 @@ def expand(
     first, last = jnp.where(fill, first, first_covered), jnp.where(fill, last, last_covered)
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
   window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
-  shape = jax.ShapeDtypeStruct((padded_rows, source.shape[1]), source.dtype)
+  has_whole_tiles = is_strict or not _ends_in_a_tile(total_rows, source.dtype)
+  rows = padded_rows if has_whole_tiles else total_rows
+  has_all_columns = round_up(width, LANES) == round_up(source.shape[1], LANES)
+  columns = width if has_all_columns and not is_strict else source.shape[1]
+  shape = jax.ShapeDtypeStruct((rows, columns), source.dtype)
   out = copy_runs(source, shape, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)
 
@@ -97,17 +101,34 @@ def _rows_covered(runs):
   return jnp.minimum(first, last), last
 
 
-def _to_kernel_layout(array, width, interpret):
-  """Returns `array` with whole tiles of rows and columns, and a dtype that the kernel takes.
+def _to_kernel_layout(array, width, interpret, is_strict):
+  """Returns `array` in tiles as of `width` columns, whole ones, and of a dtype for the kernel.
 
   Mosaic does not take every dtype, and XLA on a CPU, which interprets, computes with small floats.
   The kernel only moves bits, so it is given integers.
+
+  In HBM the last tile of rows and of columns is whole, whatever the shape says, and the kernel
+  moves it as it lies. It is copied, and padded, where it is looked at more closely, `is_strict`: by
+  the interpreter, or by the chip's own bounds checks; and where HBM tiles have other rows than what
+  a DMA moves, as `_ends_in_a_tile` says.
   """
   if interpret or not dtypes.is_of_mosaic(array.dtype):
     array = dtypes.as_integers(array)
-  rows = round_up(array.shape[0], row_alignment(array.dtype.itemsize)) - array.shape[0]
-  columns = round_up(width, LANES) - array.shape[1]
-  return jnp.pad(array, ((0, rows), (0, columns))) if rows or columns else array
+  rows, columns = array.shape
+  if is_strict or not _ends_in_a_tile(rows, array.dtype):
+    rows = round_up(rows, row_alignment(array.dtype.itemsize))
+  if is_strict or round_up(columns, LANES) != round_up(width, LANES):
+    columns = round_up(width, LANES)
+  padding = (0, rows - array.shape[0]), (0, columns - array.shape[1])
+  return jnp.pad(array, padding) if (rows, columns) != array.shape else array
+
+
+def _ends_in_a_tile(rows, dtype):
+  """Returns whether HBM has whole tiles of `SUBLANES` rows, and a DMA moves such ones.
+
+  XLA tiles fewer rows than those otherwise. Of one-byte elements, DMAs move 32 rows.
+  """
+  return rows >= SUBLANES and row_alignment(dtype.itemsize) == SUBLANES
 
 
 def _from_kernel_layout(array, shape, dtype):
