@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 class Bump:
   """Rows in the order of the pushes; the last are freed first.
 
-  The rows of a push are contiguous and start on a tile boundary.
+  The rows of a push are contiguous, and start on a tile boundary: or `lead` rows behind one.
 
   Attributes:
     top: int32[shards], first free row. None in a cotangent: integers have none.
@@ -103,7 +103,7 @@ class Bump:
 
   def holds(self, slot: Slot) -> jax.Array:
     """Returns bool[1], whether the rows of a slot are there: stored, and not freed since."""
-    return slot.is_stored() & (slot.start + round_up(slot.rows, self.alignment) <= self.top)
+    return slot.is_stored() & (round_up(slot.start + slot.rows, self.alignment) <= self.top)
 
   def free(self, slot: Slot) -> tuple["Bump", jax.Array]:
     """Frees the rows of the slot that was pushed last; of one that was not stored, nothing.
@@ -111,11 +111,15 @@ class Bump:
     Returns:
       The allocator, and bool[1], whether the slot was such a one; of another, nothing is freed.
     """
-    taken = round_up(slot.rows, self.alignment)
-    is_last = slot.start + taken == self.top
+    start = jnp.maximum(slot.start, 0)
+    first, end = (
+      start // self.alignment * self.alignment,
+      round_up(start + slot.rows, self.alignment),
+    )
+    is_last = slot.is_stored() & (end == self.top)
     is_right = is_last | ~slot.is_stored()
-    top = jnp.where(is_last & slot.is_stored(), slot.start, self.top)
-    wanted_rows = self.wanted_rows - jnp.where(is_right, taken, 0)
+    top = jnp.where(is_last, first, self.top)
+    wanted_rows = self.wanted_rows - jnp.where(is_right, end - first, 0)
     return dataclasses.replace(self, top=top, wanted_rows=wanted_rows), is_right
 
   def reset(self) -> "Bump":

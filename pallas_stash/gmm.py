@@ -13,7 +13,7 @@ from pallas_stash.batching import batch_alike
 from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
-from pallas_stash.kernels import Implementation, in_place
+from pallas_stash.kernels import grouped, Implementation, in_place
 from pallas_stash.kernels.megablox import Megablox, standard_promotion
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import check_push, read_rows, Stash, take_rows
@@ -42,9 +42,10 @@ def gmm(
 
   On a TPU the matmul stores the rows as it loads them, and the gradient of `rhs` reads them in the
   stash: none is copied. With `group_offset` a push then takes up to 14 rows more than there are.
-  They are copied, with the same results, where the tiles along k are no multiple of 128 or do not
-  divide the width of the stash, where the stash has fewer rows than a row tile, in `debug`, and for
-  a `grouped_matmul`.
+  They are copied, with the same results, in `debug`, for a `grouped_matmul`, where row tiles are no
+  multiple of 16 or have more rows than the stash, and where tiles along k are no multiple of 128 or
+  do not divide the width of the stash. Groups that reach past the end of `lhs` store nothing and
+  count as invalid; their products are undefined.
 
   This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
   rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
@@ -94,7 +95,7 @@ def gmm(
       )
     multiply = lambda lhs, rhs, group_sizes, group_offset: grouped_matmul(lhs, rhs, group_sizes)
   else:
-    tiling = tiling if callable(tiling) else tuple(tiling)
+    tiling = tuple(tiling) if isinstance(tiling, list) else tiling
     multiply = Megablox(preferred_element_type, tiling, bool(transpose_rhs), interpret)
   operands = vary_alike(stash, lhs, rhs, group_sizes, group_offset)
   stashed = with_rules(_stashed_gmm, _forward, _backward, nondiff_argnums=(0, 1, 2))
@@ -125,7 +126,9 @@ def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, gr
   del padding
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
   stash = batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
-  if _is_in_place(multiply, implementation, stash, lhs.shape, lhs.dtype, rhs):
+  # The rows that the mode of debug sums up are those that a copy is made of.
+  is_copied = debugging.is_debugging()
+  if not is_copied and _fits(multiply, implementation, stash, lhs.shape, lhs.dtype, rhs):
     check_push(stash, [lhs], ragged)
     stash, lhs = first_order_only((stash, lhs))
     stash, slot = take_rows(stash, ragged, is_congruent=True)
@@ -147,7 +150,8 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   groups = group_sizes, group_offset
   (residual,) = d_stash.residuals
   shape = ragged.total_rows, *residual.shape
-  if _is_in_place(multiply, implementation, d_stash, shape, residual.dtype, rhs):
+  is_copied = slot.checksum is not None  # As it was when the forward pass was traced.
+  if not is_copied and _fits(multiply, implementation, d_stash, shape, residual.dtype, rhs):
     buffer = d_stash.buffers[0]
     d_stash, d_out = receive(d_stash, slot, d_out)
     operands = buffer, d_out, rhs, *groups, _place(ragged, slot), shape[1]
@@ -168,16 +172,15 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   return d_stash, d_lhs, d_rhs, None, None
 
 
-def _is_in_place(multiply, implementation, stash, shape, dtype, rhs):
-  """Returns whether a matmul reads and writes the stash where it lies, on a TPU. All is static."""
-  # The rows that the mode of debug sums up are those that a copy is made of.
-  if not isinstance(multiply, Megablox) or implementation == "xla" or debugging.is_debugging():
+def _fits(multiply, implementation, stash, shape, dtype, rhs):
+  """Returns whether a matmul can write and read the stash in place, on a TPU. All is static."""
+  if not isinstance(multiply, Megablox) or implementation == "xla":
     return False
   (m, k), n = shape, rhs.shape[1 if multiply.transpose_rhs else 2]
   dtypes = dtype, rhs.dtype, multiply.preferred_element_type
   tiles = multiply.tiles(m, k, n)
-  return tiles is not None and in_place.fits((m, k, n), stash.buffers[0], dtypes, tiles)
+  return tiles is not None and grouped.fits((m, k, n), stash.buffers[0], dtypes, tiles)
 
 
 def _place(ragged, slot):
-  return in_place.Place(ragged.group_starts[0], slot.rows[0], slot.start[0])
+  return grouped.Place(ragged.group_starts[0], slot.rows[0], slot.start[0])

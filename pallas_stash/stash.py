@@ -198,7 +198,7 @@ class Stash:
 
   @property
   def top(self) -> jax.Array:
-    """Rows in use, int32[shards]: the first row that is free. A push starts there."""
+    """Rows in use, int32[shards]: the first row that is free. A push starts there, in its tile."""
     return self.allocator.top
 
   @property

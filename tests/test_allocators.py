@@ -62,6 +62,11 @@ def test_rows_behind_the_start_of_a_tile():
   assert allocator.has_room(21, 3) and not allocator.has_room(22, 3)
   after, start = allocator.take(jnp.int32(6), True, 3)
   assert (int(start), int(after.top[0]), int(after.wanted_rows[0])) == (43, 56, 56)
+  slot = Slot(start[None], jnp.array([6], jnp.int32))
+  assert after.holds(slot) and not allocator.holds(slot)
+  freed, is_right = after.free(slot)
+  assert is_right
+  assert_trees_equal(freed, allocator)
   after, _ = allocator.take(jnp.int32(22), False, 3)
   assert (int(after.top[0]), int(after.wanted_rows[0])) == (40, 72)
 

@@ -145,6 +145,8 @@ def lowered(**options):
     ({"implementation": "xla"}, []),
     ({"tiling": lambda m, k, n: (TILE, TILE, TILE)}, ["stash_gmm", "stash_tgmm"]),
     ({"tiling": (TILE, 384, TILE)}, ["stash_compact", "stash_expand"]),
+    ({"tiling": (8, TILE, TILE)}, ["stash_compact", "stash_expand"]),
+    ({"interpret": True}, ["stash_compact", "stash_expand"]),
     ({"grouped_matmul": lax.ragged_dot}, ["stash_compact", "stash_expand"]),
   ],
 )

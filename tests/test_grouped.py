@@ -167,19 +167,41 @@ def test_each_row_is_stored_once(monkeypatch):
   [
     {"stash_rows": TILE_ROWS - 8},  # A tile does not fit into the stash,
     {"tiles": (TILE_ROWS, 192, TILE)},  # columns are no multiple of 128,
-    {"width": 384, "k": 384, "tiles": (TILE_ROWS, 256, TILE)},  # or do not divide it;
+    {"width": 384, "tiles": (TILE_ROWS, 256, TILE)},  # or do not divide it;
     {"tiles": (TILE_ROWS + 8, TILE, TILE)},  # a tile of rows is not of HBM tiles;
     {"m": M + 8},  # rows are no multiple of it;
     {"dtype": "float8_e4m3fn"},  # of bytes.
   ],
 )
 def test_what_does_not_fit(change):
-  case = {"m": M, "k": 256, "width": 256, "stash_rows": 128, "dtype": "float32"} | change
+  case = {"m": M, "width": 256, "stash_rows": 128, "dtype": "float32"} | change
   stash = jax.ShapeDtypeStruct((case["stash_rows"], case["width"]), case["dtype"])
   tiles = case.get("tiles", (TILE_ROWS, TILE, TILE))
   fits = lambda m, stash, tiles: grouped.fits((m, 256, N), stash, (stash.dtype,), tiles)
   assert not fits(case["m"], stash, tiles)
   assert fits(M, jax.ShapeDtypeStruct((128, 256), "float32"), (TILE_ROWS, TILE, TILE))
+
+
+@pytest.mark.parametrize(
+  "sizes, first, here, place",
+  [
+    ([50, 0, 71, 30], 1, 1, (50, 0, 152)),  # A push of no rows starts anywhere.
+    ([200, 200, 200], 0, 3, (0, 0, -1)),  # Groups that reach past the end,
+    ([200, 200, 200], 2, 1, (400, 0, -1)),
+    ([64, 64], 1, 2, (64, 64, 8)),  # and more groups here than there are.
+  ],
+)
+def test_visits_stay_inside(sizes, first, here, place):
+  place = grouped.Place(*map(jnp.int32, place))
+  args = jnp.array(sizes, jnp.int32), place, M, TILE_ROWS, jnp.int32(first), here
+  for with_empty in False, True:
+    visits, number = grouped._Visits.of(*args, with_empty)
+    assert 0 <= number <= visits.tiles.shape[0]
+    for visit in range(int(number)):
+      assert 0 <= visits.group_here(visit) < here and 0 <= visits.tiles[visit] < M // TILE_ROWS
+      assert visits.groups[visit] < len(sizes)
+      assert visits.read_row(visit, TILE_ROWS, 256)[0] % grouped.ALIGN == 0
+      assert visits.own_rows(visit, TILE_ROWS)[1] == 0 or place.rows > 0
 
 
 @pytest.mark.parametrize("with_empty", [False, True])

@@ -185,7 +185,6 @@ def test_shapes_that_end_inside_of_a_tile(chip, dtype, rows, width):
   args = aot.place((struct((8,), jnp.int32), struct((4,), jnp.int32)), aot.mesh(chip))
   program = aot.compile(run, *args)
   assert program.kernels() == {"stash_compact": 1, "stash_expand": 1}
-  operand = struct((rows, width), dtype)
   # Of rows of two bytes and more the tile is of 8, whatever the rows: as the kernel takes it.
   tiles = {
     re.search(r"T\([\d,]+\)", shape)[0]

@@ -9,6 +9,7 @@ be read where it lies, and written by a DMA of just the HBM tiles that are the p
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from pallas_stash.kernels import megablox
-from pallas_stash.kernels.tiling import LANES, row_alignment
+from pallas_stash.kernels.tiling import LANES, SUBLANES
 
-VMEM_BYTES = 32 * 2**20  # Of a core's 64 MiB or more.
+ALIGN = SUBLANES  # Rows of an HBM tile, of two or four bytes an element.
+VMEM_BYTES = 32 * 2**20  # Of a core's 64 MiB or more, unless the tiles need more.
 
 
 class Place(NamedTuple):
@@ -49,9 +51,9 @@ def fits(shape: tuple[int, int, int], stash: Any, dtypes: Any, tiles: megablox.T
   """
   tile_rows, tile_k, _ = tiles
   stash_rows, width = stash.shape
-  # Of one-byte elements megablox knows nothing, and an HBM tile has other rows.
-  is_known = all(jnp.dtype(dtype).itemsize in (2, 4) for dtype in dtypes)
-  is_tiled = shape[0] % tile_rows == 0 and tile_rows % (2 * row_alignment(2)) == 0
+  is_known = all(jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
+  # A register holds two HBM tiles of two bytes an element.
+  is_tiled = shape[0] % tile_rows == 0 and tile_rows % (2 * ALIGN) == 0
   is_split = tile_k % LANES == 0 and width % min(tile_k, width or 1) == 0
   return is_known and is_tiled and is_split and stash_rows >= tile_rows and width > 0
 
@@ -63,48 +65,59 @@ class _Visits(NamedTuple):
     group_starts: int32[groups + 1], first row of each group, and the end of the last.
     groups: int32[visits], the group of each visit.
     tiles: int32[visits], its row tile.
-    place: int32[4], the first of the groups here, and the fields of `Place`.
+    scalars: int32[4], the first of the groups here, and the fields of `Place`.
   """
 
   group_starts: Any
   groups: Any
   tiles: Any
-  place: Any
+  scalars: Any
 
   @classmethod
   def of(cls, group_sizes, place, total_rows, tile_rows, group_offset, groups_here, with_empty):
     """Returns them, and their number."""
+    # Of groups that reach past the end there would be more visits than there are places for.
+    ends = jnp.cumsum(jnp.clip(group_sizes, 0, total_rows), dtype=jnp.int32)
+    ends = jnp.minimum(ends, total_rows)
+    group_sizes = ends - jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
     (starts, groups, tiles), number = megablox.group_metadata(
       group_sizes, total_rows, tile_rows, group_offset, groups_here, with_empty
     )
-    place = jnp.stack([group_offset, *place]).astype(jnp.int32)
-    return cls(starts.astype(jnp.int32), groups, tiles, place), number.astype(jnp.int32)
+    scalars = jnp.stack([group_offset, *place]).astype(jnp.int32)
+    return cls(starts.astype(jnp.int32), groups, tiles, scalars), number.astype(jnp.int32)
+
+  @property
+  def place(self):
+    return Place(*(self.scalars[i] for i in (1, 2, 3)))
 
   def group_here(self, visit):
     """Returns the group of a visit, as its matrix is numbered here."""
-    return self.groups[visit] - self.place[0]
+    return self.groups[visit] - self.scalars[0]
 
   def is_empty(self, visit):
     group = self.groups[visit]
     return self.group_starts[group] == self.group_starts[group + 1]
 
   def is_stored(self):
-    return self.place[3] >= 0
+    return self.place.start >= 0
+
+  def has_rows(self):
+    """Returns whether there are rows in the stash: a push of none may start anywhere."""
+    return self.is_stored() & (self.place.rows > 0)
 
   def stash_row(self, visit, tile_rows):
     """Returns the stash row of the first row of the tile; it may lie outside of the stash."""
-    shift = jnp.where(self.is_stored(), self.place[3] - self.place[1], 0)
+    shift = jnp.where(self.has_rows(), self.place.start - self.place.first, 0)
     return self.tiles[visit] * tile_rows + shift
 
   def own_rows(self, visit, tile_rows):
     """Returns the first row within the tile, and how many, of the HBM tiles that are the push's."""
-    row, align = self.tiles[visit] * tile_rows, row_alignment(2)
-    first, last = self.place[1] - row, self.place[1] + self.place[2] - row
-    first = jnp.clip(first, 0, tile_rows) & -align
-    last = (jnp.clip(last, 0, tile_rows) + align - 1) & -align
-    is_there = self.is_stored() & (self.place[2] > 0)
-    rows = jnp.where(is_there, jnp.maximum(last - first, 0), 0)
-    return pl.multiple_of(first, align), pl.multiple_of(rows, align)
+    first = self.place.first - self.tiles[visit] * tile_rows
+    last = jnp.clip(first + self.place.rows, 0, tile_rows)
+    first = jnp.clip(first, 0, tile_rows) & -ALIGN
+    rows = ((last + ALIGN - 1) & -ALIGN) - first
+    rows = jnp.where(self.has_rows(), jnp.maximum(rows, 0), 0)
+    return pl.multiple_of(first, ALIGN), pl.multiple_of(rows, ALIGN)
 
   def read_row(self, visit, tile_rows, stash_rows):
     """Returns the first of `tile_rows` stash rows to read for the tile, and the row to roll it by.
@@ -113,7 +126,7 @@ class _Visits(NamedTuple):
     than the tile, the rows that are read lie further in.
     """
     row = self.stash_row(visit, tile_rows)
-    read = pl.multiple_of(jnp.clip(row, 0, stash_rows - tile_rows), row_alignment(2))
+    read = pl.multiple_of(jnp.clip(row, 0, stash_rows - tile_rows), ALIGN)
     return read, jnp.where(row > read, tile_rows - (row - read), read - row)
 
   def is_first_of(self, ids, visit):
@@ -164,7 +177,11 @@ def gmm_and_keep(
   tm, tk, tn = options.tiles(m, k, n)
   visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, False)
   tiles_n, tiles_k = pl.cdiv(n, tn), pl.cdiv(k, tk)
-  rhs_tile = lambda n, t, k, v: (v.group_here(t), *((n, k) if options.transpose_rhs else (k, n)))
+
+  def rhs_tile(column, visit, k_tile, visits):
+    tile = (column, k_tile) if options.transpose_rhs else (k_tile, column)
+    return visits.group_here(visit), *tile
+
   rhs_shape = (None, tn, tk) if options.transpose_rhs else (None, tk, tn)
   of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   kernel = functools.partial(
@@ -180,15 +197,27 @@ def gmm_and_keep(
     (tiles_n, number, tiles_k),
     operands=(lhs, rhs, stash),
     in_specs=[
-      pl.BlockSpec((tm, tk), _index_map(lambda n, t, k, v: (v.tiles[t], k))),
+      pl.BlockSpec(
+        (tm, tk), _index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], k_tile))
+      ),
       pl.BlockSpec(rhs_shape, _index_map(rhs_tile)),
       of_hbm,
     ],
-    out_specs=[pl.BlockSpec((tm, tn), _index_map(lambda n, t, k, v: (v.tiles[t], n))), of_hbm],
+    out_specs=[
+      pl.BlockSpec(
+        (tm, tn), _index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], column))
+      ),
+      of_hbm,
+    ],
     out_shape=[_like(lhs, (m, n), options.preferred_element_type), _like(stash, stash.shape)],
     scratch_shapes=[pltpu.VMEM((tm, tn), jnp.float32), pltpu.SemaphoreType.DMA],
     aliases={2: 1},
-    cost_estimate=_cost(m, k, n, tiles_n * m * k, k * n * visits.tiles.size, m * n),
+    cost_estimate=_cost(
+      (m, k, n),
+      (tiles_n * m * k, lhs.dtype),
+      (k * n * visits.tiles.size, rhs.dtype),
+      (m * n, options.preferred_element_type),
+    ),
     interpret=interpret,
     name="stash_gmm",
   )
@@ -205,24 +234,20 @@ def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_
   is_last = k_tile == tiles_k - 1
   tile_rows, tile_k = lhs.shape
 
-  def for_own_rows(do):
-    first, rows = visits.own_rows(visit, tile_rows)
-    row = pl.multiple_of(visits.stash_row(visit, tile_rows) + first, row_alignment(2))
-    is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit) & (rows > 0)
-    # The columns of the last tile are those that the stash has.
-    for is_here, columns in ((is_last, last_columns), (~is_last, tile_k)):
+  first, rows = visits.own_rows(visit, tile_rows)
+  row = pl.multiple_of(visits.stash_row(visit, tile_rows) + first, ALIGN)
+  column = pl.multiple_of(k_tile * tile_k, LANES)
+  is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit) & (rows > 0)
 
-      @pl.when(is_turn & is_here)
-      def _(columns=columns):
-        source = lhs.at[pl.ds(first, rows), pl.ds(0, columns)]
-        column = pl.multiple_of(k_tile * tile_k, LANES)
-        do(
-          pltpu.make_async_copy(
-            source, stash.at[pl.ds(row, rows), pl.ds(column, columns)], semaphore
-          )
-        )
+  def store(columns):
+    """Returns the DMA of the push's own rows of the tile, and of so many of its columns."""
+    to = stash.at[pl.ds(row, rows), pl.ds(column, columns)]
+    return pltpu.make_async_copy(lhs.at[pl.ds(first, rows), pl.ds(0, columns)], to, semaphore)
 
-  for_own_rows(lambda copy: copy.start())
+  # The columns of the last tile are those that the stash has.
+  stores = (is_turn & is_last, store(last_columns)), (is_turn & ~is_last, store(tile_k))
+  for is_due, copy in stores:
+    pl.when(is_due)(copy.start)
 
   @pl.when(k_tile == 0)
   def _():
@@ -240,7 +265,8 @@ def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_
     is_in_group = visits.is_in_group(visit, total.shape)
     out[...] = jnp.where(is_in_group, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
-  for_own_rows(lambda copy: copy.wait())
+  for is_due, copy in stores:
+    pl.when(is_due)(copy.wait)
 
 
 def tgmm(
@@ -277,9 +303,9 @@ def tgmm(
   tk = min(tk, width)
   visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, True)
 
-  def stash_tile(n, k, t, v):
-    del n
-    return v.read_row(t, tm, stash_rows)[0], pl.multiple_of(k * tk, LANES)
+  def stash_tile(column, k_tile, visit, visits):
+    del column
+    return visits.read_row(visit, tm, stash_rows)[0], pl.multiple_of(k_tile * tk, LANES)
 
   kernel = functools.partial(
     _tgmm, stash_rows=stash_rows, dtype=megablox.compute_dtype(stash, d_out)
@@ -291,13 +317,21 @@ def tgmm(
     operands=(stash, d_out),
     in_specs=[
       pl.BlockSpec((pl.Element(tm), pl.Element(tk)), _index_map(stash_tile)),
-      pl.BlockSpec((tm, tn), _index_map(lambda n, k, t, v: (v.tiles[t], n))),
+      pl.BlockSpec(
+        (tm, tn), _index_map(lambda column, k_tile, visit, visits: (visits.tiles[visit], column))
+      ),
     ],
-    out_specs=pl.BlockSpec((None, tk, tn), _index_map(lambda n, k, t, v: (v.group_here(t), k, n))),
+    out_specs=pl.BlockSpec(
+      (None, tk, tn),
+      _index_map(lambda column, k_tile, visit, visits: (visits.group_here(visit), k_tile, column)),
+    ),
     out_shape=_like(d_out, (groups_here, k, n), dtype),
     scratch_shapes=[pltpu.VMEM((tk, tn), jnp.float32)],
     cost_estimate=_cost(
-      m, k, n, pl.cdiv(n, tn) * m * k, pl.cdiv(k, tk) * m * n, groups_here * k * n
+      (m, k, n),
+      (pl.cdiv(n, tn) * m * k, stash.dtype),
+      (pl.cdiv(k, tk) * m * n, d_out.dtype),
+      (groups_here * k * n, dtype),
     ),
     interpret=interpret,
     name="stash_tgmm",
@@ -356,9 +390,11 @@ def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret,
   """Returns what a kernel of `visits` makes of the operands; `aliases` are by their numbers."""
   scalars = len(visits)
   specs = {key: options.pop(key) for key in ("in_specs", "out_specs", "scratch_shapes")}
+  vmem_bytes = _vmem_bytes(specs, [*operands, *jax.tree.leaves(out_shape)])
   operands = *visits, *operands
   if not interpret:
-    # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM.
+    # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM;
+    # of scalars, too, that are copied to scalar memory.
     operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     out_shape = jax.tree.map(pltpu.HBM.like, out_shape)
   out = pl.pallas_call(
@@ -368,9 +404,9 @@ def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret,
     input_output_aliases={scalars + i: out for i, out in (aliases or {}).items()},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-      # Row tiles lie in the stash, as `_Visits` has them.
+      # What `_Visits` says of tiles and groups lies inside.
       disable_bounds_checks=True,
-      vmem_limit_bytes=VMEM_BYTES,
+      vmem_limit_bytes=vmem_bytes,
     ),
     interpret=interpret,
     name=name,
@@ -385,11 +421,27 @@ def _index_map(tile_of):
   return lambda i, j, k, *visits: tile_of(i, j, k, _Visits(*visits))
 
 
-def _cost(m, k, n, *elements_moved):
-  """Returns what megablox says of a matmul: as if every row were in a group."""
-  return pl.CostEstimate(
-    flops=2 * m * k * n, bytes_accessed=2 * sum(elements_moved), transcendentals=0
-  )
+def _cost(shape, *moved):
+  """Returns what megablox says of a matmul: as if every row were in a group.
+
+  Args:
+    shape: (m, k, n).
+    *moved: elements and their dtype.
+  """
+  num_bytes = sum(elements * jnp.dtype(dtype).itemsize for elements, dtype in moved)
+  flops = 2 * math.prod(shape)
+  return pl.CostEstimate(flops=flops, bytes_accessed=num_bytes, transcendentals=0)
+
+
+def _vmem_bytes(specs, arrays):
+  """Returns the VMEM that a kernel may take: blocks twice, and as float32 values; and scratch."""
+  num_bytes = sum(4 * math.prod(getattr(x, "shape", ())) for x in specs["scratch_shapes"])
+  blocks = jax.tree.leaves((specs["in_specs"], specs["out_specs"]))
+  for spec, array in zip(blocks, arrays, strict=True):
+    if spec.block_shape:
+      sizes = (getattr(size, "block_size", size) or 1 for size in spec.block_shape)
+      num_bytes += math.prod(sizes) * (2 * array.dtype.itemsize + 4)
+  return max(VMEM_BYTES, num_bytes)
 
 
 def _like(array, shape, dtype=None):

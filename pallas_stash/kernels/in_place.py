@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.kernels import dispatch, grouped
-from pallas_stash.kernels.grouped import fits as fits
 from pallas_stash.kernels.grouped import Place
 from pallas_stash.kernels.megablox import Megablox
 from pallas_stash.ragged import CopyRuns
@@ -113,7 +112,10 @@ def _primitive(name, results, by_copies, on_tpu):
   """Returns a primitive whose last three operands are a `Place`."""
 
   def lower(function, *leaves, is_for_any, **params):
-    function = on_tpu if is_for_any else function  # Which kernel is asked for by name.
+    if is_for_any:  # It is asked for by name.
+      function = on_tpu
+    elif params["options"].interpret:  # What megablox interprets, nothing else runs.
+      function = by_copies
     return function(*leaves[:-3], Place(*leaves[-3:]), **params)
 
   lowered = (functools.partial(lower, function) for function in (by_copies, on_tpu))
@@ -148,6 +150,7 @@ def _eliminate(is_used, *args):
     return [True] * len(equation.invars), equation
   if not is_used[0]:
     return [False] * len(equation.invars), None
+  # lhs, rhs, stash, group_sizes, group_offset, and the three of a `Place`.
   is_operand = [True, True, False, True, True, False, False, False]
   product = equation.replace(
     primitive=_PRODUCT,
