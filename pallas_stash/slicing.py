@@ -39,13 +39,13 @@ def dynamic_update_slice(
   overlap or lie outside the update write nothing.
 
   Differentiable in reverse mode. In place under the conditions of `lax.dynamic_update_slice`; on
-  TPU the operand is copied if its width is no multiple of 128 or its rows no multiple of 8 (32 for
-  one-byte elements).
+  TPU the operand is copied if it has fewer than 8 rows, if its elements are of one byte and their
+  rows no multiple of 32, and in `debug` if it does not consist of whole HBM tiles.
 
   One value a row, such as token ids, is [operand_rows], and moved as a buffer of one column. On a
-  TPU the kernel takes 128 columns for it, about 1 KiB of temporary memory a row: 256 MiB for
-  262,144 rows of int32. With `implementation="xla"` it is 1 MiB at most, and a loop moves 32 rows a
-  step.
+  TPU it lies in HBM as 128 columns, 512 bytes of temporary memory a row of four bytes: 160 MiB for
+  262,144 of them and 65,536 to write. With `implementation="xla"` it is 1 MiB at most, and a loop
+  moves 32 rows a step.
 
   Args:
     operand: any array; with `group_sizes`, [operand_rows, width] or [operand_rows].
