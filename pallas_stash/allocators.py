@@ -112,10 +112,8 @@ class Bump:
       The allocator, and bool[1], whether the slot was such a one; of another, nothing is freed.
     """
     start = jnp.maximum(slot.start, 0)
-    first, end = (
-      start // self.alignment * self.alignment,
-      round_up(start + slot.rows, self.alignment),
-    )
+    first = start // self.alignment * self.alignment
+    end = round_up(start + slot.rows, self.alignment)
     is_last = slot.is_stored() & (end == self.top)
     is_right = is_last | ~slot.is_stored()
     top = jnp.where(is_last, first, self.top)

@@ -15,6 +15,7 @@ from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
 from pallas_stash.kernels import grouped, Implementation, in_place
 from pallas_stash.kernels.megablox import Megablox, standard_promotion
+from pallas_stash.kernels.visits import Place
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.stash import check_push, read_rows, Stash, take_rows
 from pallas_stash.varying import vary_alike
@@ -183,4 +184,4 @@ def _fits(multiply, implementation, stash, shape, dtype, rhs):
 
 
 def _place(ragged, slot):
-  return grouped.Place(ragged.group_starts[0], slot.rows[0], slot.start[0])
+  return Place(ragged.group_starts[0], slot.rows[0], slot.start[0])

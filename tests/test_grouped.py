@@ -11,6 +11,7 @@ import pytest
 
 from pallas_stash import kernels
 from pallas_stash.kernels import grouped, megablox
+from pallas_stash.kernels.visits import Place
 from tests.helpers.checks import assert_trees_equal, long, once
 from tests.helpers.sampling import run_sampled
 from tests.helpers.support import assert_same_bits, ON_TPU
@@ -78,7 +79,7 @@ def check(
   )
   options = megablox.Megablox(dtype, (TILE_ROWS, TILE, TILE), transpose_rhs, not ON_TPU)
   assert grouped.fits((M, k, N), operands[2], (dtype,), options.tiling)
-  place = grouped.Place(*map(jnp.int32, (first, last - first, start)))
+  place = Place(*map(jnp.int32, (first, last - first, start)))
   scalars = place, is_stored, jnp.array(sizes, jnp.int32), jnp.int32(offset)
   out, kept, d_rhs, expected, expected_d_rhs = run(k, options, groups_here, operands, *scalars)
   assert_same_bits(out[is_in_group], expected[is_in_group])
@@ -180,46 +181,3 @@ def test_what_does_not_fit(change):
   fits = lambda m, stash, tiles: grouped.fits((m, 256, N), stash, (stash.dtype,), tiles)
   assert not fits(case["m"], stash, tiles)
   assert fits(M, jax.ShapeDtypeStruct((128, 256), "float32"), (TILE_ROWS, TILE, TILE))
-
-
-@pytest.mark.parametrize(
-  "sizes, first, here, place",
-  [
-    ([50, 0, 71, 30], 1, 1, (50, 0, 152)),  # A push of no rows starts anywhere.
-    ([200, 200, 200], 0, 3, (0, 0, -1)),  # Groups that reach past the end,
-    ([200, 200, 200], 2, 1, (400, 0, -1)),
-    ([64, 64], 1, 2, (64, 64, 8)),  # and more groups here than there are.
-  ],
-)
-def test_visits_stay_inside(sizes, first, here, place):
-  place = grouped.Place(*map(jnp.int32, place))
-  args = jnp.array(sizes, jnp.int32), place, M, TILE_ROWS, jnp.int32(first), here
-  for with_empty in False, True:
-    visits, number = grouped._Visits.of(*args, with_empty)
-    assert 0 <= number <= visits.tiles.shape[0]
-    for visit in range(int(number)):
-      assert 0 <= visits.group_here(visit) < here and 0 <= visits.tiles[visit] < M // TILE_ROWS
-      assert visits.groups[visit] < len(sizes)
-      assert visits.read_row(visit, TILE_ROWS, 256)[0] % grouped.ALIGN == 0
-      assert visits.own_rows(visit, TILE_ROWS)[1] == 0 or place.rows > 0
-
-
-@pytest.mark.parametrize("with_empty", [False, True])
-@pytest.mark.parametrize("sizes", [[50, 0, 71, 30], [0, 0], [64, 64, 128], [1], [0, 256, 0]])
-@pytest.mark.parametrize("first, here", [(0, None), (1, 1)])
-def test_megablox_visits_each_tile_of_a_group(sizes, first, here, with_empty):
-  """What the kernels count on, in this jax."""
-  here = here or len(sizes)
-  args = jnp.array(sizes, jnp.int32), M, TILE_ROWS, jnp.int32(first), here, with_empty
-  (starts, groups, tiles), number = megablox.group_metadata(*args)
-  ends = np.cumsum(sizes)
-  np.testing.assert_array_equal(starts, [0, *ends])
-  expected = []
-  for group in range(first, min(first + here, len(sizes))):
-    start, end = ends[group] - sizes[group], ends[group]
-    tiles_of_it = range(start // TILE_ROWS, -(-end // TILE_ROWS)) if sizes[group] else ()
-    expected += [(group, tile) for tile in tiles_of_it]
-    if with_empty and not sizes[group]:
-      expected.append((group, None))
-  visits = list(zip(groups.tolist(), tiles.tolist(), strict=True))[: int(number)]
-  assert [(g, t if sizes[g] else None) for g, t in visits] == expected

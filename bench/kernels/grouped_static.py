@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from bench.tpu import aot
 from pallas_stash.kernels import grouped
 from pallas_stash.kernels.megablox import Megablox
+from pallas_stash.kernels.visits import Place, Visits
 
 GROUP_ROWS, TILING, DTYPE = 1024, (512, 1024, 1024), jnp.bfloat16
 SLOT = 1024  # Stash row where the push starts.
@@ -40,10 +41,10 @@ METADATA = _Known(lambda g: g * GROUP_ROWS), _Known(lambda t: t // 2), _Known(la
 
 
 def visits_of(rows, metadata):
-  """Returns `grouped._Visits` whose scalars are known, whatever it is given."""
+  """Returns `Visits` whose scalars are known, whatever it is given."""
   place = _Known(lambda i: [jnp.int32(value) for value in (0, 0, rows, SLOT)][i])
 
-  class Visits(grouped._Visits):
+  class Known(Visits):
     def __new__(cls, *refs):
       del refs
       return tuple.__new__(cls, (*METADATA, place))
@@ -53,7 +54,7 @@ def visits_of(rows, metadata):
       del args
       return metadata, rows // TILING[0]
 
-  return Visits
+  return Known
 
 
 class KnownPallas:
@@ -90,7 +91,7 @@ def make(case):
   struct = lambda *shape: jax.ShapeDtypeStruct(shape, DTYPE)
   lhs, d_out, rhs = struct(total_rows, k), struct(total_rows, n), struct(groups, k, n)
   stash, sizes = struct(total_rows, k), jnp.zeros((groups,), jnp.int32)
-  options, place = Megablox(DTYPE, TILING, False, False), grouped.Place(*jnp.zeros(3, jnp.int32))
+  options, place = Megablox(DTYPE, TILING, False, False), Place(*jnp.zeros(3, jnp.int32))
   scalars = sizes, jnp.int32(0), place
   if case["implementation"] == "megablox":
     if kernel == "gmm":
@@ -109,7 +110,7 @@ def estimate(case: dict) -> int:
   rows, groups = case["rows"], case["rows"] // GROUP_ROWS
   visits = 4 * rows // TILING[0] + groups - 1
   integers = lambda size: jax.ShapeDtypeStruct((size,), jnp.int32)
-  metadata = grouped._Visits(*map(integers, (groups + 1, visits, visits, 4)))
+  metadata = Visits(*map(integers, (groups + 1, visits, visits, 4)))
   mesh = aot.mesh(case["chip"])
   function, operands = make(case)
   args = aot.place((metadata, operands), mesh)
@@ -119,7 +120,7 @@ def estimate(case: dict) -> int:
     known = visits_of(rows, metadata), KnownPallas(rows // TILING[0])
     given = lambda **_: (metadata[:3], rows // TILING[0])
     with (
-      mock.patch.object(grouped, "_Visits", known[0]),
+      mock.patch.object(grouped, "Visits", known[0]),
       mock.patch.object(_megablox, "pl", known[1]),
       mock.patch.object(_megablox, "make_group_metadata", given),
     ):

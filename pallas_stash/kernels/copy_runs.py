@@ -130,19 +130,22 @@ def _scratch_shapes(tiling, columns, dtype, interpret):
   ]
 
 
-def kernel(offsets, destinations, ends, window, source, updated, out, *scratch, tiling, **static):
+def kernel(
+  offsets, destinations, ends, window, source, updated, out, *scratch, columns, tiling, **static
+):
   """Copies the pieces of one core. Takes scalars, HBM, what was allocated, fields of `_Core`."""
   del updated  # The same memory as `out`.
-  first_column, number = static.pop("columns")
+  first_column, number = columns
   if first_column is None:
-    first_column = pl.multiple_of(window[4], LANES)
-  static["columns"] = pl.ds(first_column, number)
+    first_column = pl.multiple_of(window[len(Window._fields)], LANES)
+  columns = pl.ds(first_column, number)
   window = Window(*(window[i] for i in range(4)))
   runs = pieces.SearchableRuns(offsets, destinations, ends)
   tiles = pieces.Tiles.of_core(pl.program_id(0), window.first, window.last, tiling)
   *slots, noted = scratch
   slots = (x.as_rows() for x in slots)
-  _Core(runs, tiles, window, source, out, *slots, noted, tiling=tiling, **static).copy_pieces()
+  static |= {"columns": columns, "tiling": tiling}
+  _Core(runs, tiles, window, source, out, *slots, noted, **static).copy_pieces()
 
 
 class _Tile(NamedTuple):

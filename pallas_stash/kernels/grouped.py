@@ -10,7 +10,7 @@ be read where it lies, and written by a DMA of just the HBM tiles that are the p
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
@@ -19,25 +19,10 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from pallas_stash.kernels import megablox
-from pallas_stash.kernels.tiling import LANES, SUBLANES
+from pallas_stash.kernels.tiling import LANES
+from pallas_stash.kernels.visits import ALIGN, Place, Visits
 
-ALIGN = SUBLANES  # Rows of an HBM tile, of two or four bytes an element.
 VMEM_BYTES = 32 * 2**20  # Of a core's 64 MiB or more, unless the tiles need more.
-
-
-class Place(NamedTuple):
-  """The rows of a push, in `lhs` and in the stash.
-
-  Attributes:
-    first: int32[], first row in `lhs`.
-    rows: int32[], how many.
-    start: int32[], first row in the stash, congruent to `first` modulo an HBM tile; -1 where they
-      were not stored.
-  """
-
-  first: jax.Array
-  rows: jax.Array
-  start: jax.Array
 
 
 def fits(shape: tuple[int, int, int], stash: Any, dtypes: Any, tiles: megablox.Tiling) -> bool:
@@ -56,91 +41,6 @@ def fits(shape: tuple[int, int, int], stash: Any, dtypes: Any, tiles: megablox.T
   is_tiled = shape[0] % tile_rows == 0 and tile_rows % (2 * ALIGN) == 0
   is_split = tile_k % LANES == 0 and width % min(tile_k, width or 1) == 0
   return is_known and is_tiled and is_split and stash_rows >= tile_rows and width > 0
-
-
-class _Visits(NamedTuple):
-  """The row tiles that a matmul visits, once for each group with rows in it; in scalar memory.
-
-  Attributes:
-    group_starts: int32[groups + 1], first row of each group, and the end of the last.
-    groups: int32[visits], the group of each visit.
-    tiles: int32[visits], its row tile.
-    scalars: int32[4], the first of the groups here, and the fields of `Place`.
-  """
-
-  group_starts: Any
-  groups: Any
-  tiles: Any
-  scalars: Any
-
-  @classmethod
-  def of(cls, group_sizes, place, total_rows, tile_rows, group_offset, groups_here, with_empty):
-    """Returns them, and their number."""
-    # Of groups that reach past the end there would be more visits than there are places for.
-    ends = jnp.cumsum(jnp.clip(group_sizes, 0, total_rows), dtype=jnp.int32)
-    ends = jnp.minimum(ends, total_rows)
-    group_sizes = ends - jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
-    (starts, groups, tiles), number = megablox.group_metadata(
-      group_sizes, total_rows, tile_rows, group_offset, groups_here, with_empty
-    )
-    scalars = jnp.stack([group_offset, *place]).astype(jnp.int32)
-    return cls(starts.astype(jnp.int32), groups, tiles, scalars), number.astype(jnp.int32)
-
-  @property
-  def place(self):
-    return Place(*(self.scalars[i] for i in (1, 2, 3)))
-
-  def group_here(self, visit):
-    """Returns the group of a visit, as its matrix is numbered here."""
-    return self.groups[visit] - self.scalars[0]
-
-  def is_empty(self, visit):
-    group = self.groups[visit]
-    return self.group_starts[group] == self.group_starts[group + 1]
-
-  def is_stored(self):
-    return self.place.start >= 0
-
-  def has_rows(self):
-    """Returns whether there are rows in the stash: a push of none may start anywhere."""
-    return self.is_stored() & (self.place.rows > 0)
-
-  def stash_row(self, visit, tile_rows):
-    """Returns the stash row of the first row of the tile; it may lie outside of the stash."""
-    shift = jnp.where(self.has_rows(), self.place.start - self.place.first, 0)
-    return self.tiles[visit] * tile_rows + shift
-
-  def own_rows(self, visit, tile_rows):
-    """Returns the first row within the tile, and how many, of the HBM tiles that are the push's."""
-    first = self.place.first - self.tiles[visit] * tile_rows
-    last = jnp.clip(first + self.place.rows, 0, tile_rows)
-    first = jnp.clip(first, 0, tile_rows) & -ALIGN
-    rows = ((last + ALIGN - 1) & -ALIGN) - first
-    rows = jnp.where(self.has_rows(), jnp.maximum(rows, 0), 0)
-    return pl.multiple_of(first, ALIGN), pl.multiple_of(rows, ALIGN)
-
-  def read_row(self, visit, tile_rows, stash_rows):
-    """Returns the first of `tile_rows` stash rows to read for the tile, and the row to roll it by.
-
-    Where the tile reaches out of the stash, which has fewer rows in front of the push or behind it
-    than the tile, the rows that are read lie further in.
-    """
-    row = self.stash_row(visit, tile_rows)
-    read = pl.multiple_of(jnp.clip(row, 0, stash_rows - tile_rows), ALIGN)
-    return read, jnp.where(row > read, tile_rows - (row - read), read - row)
-
-  def is_first_of(self, ids, visit):
-    """Returns whether a visit is the first of its `ids`, of `groups` or `tiles`."""
-    return (visit == 0) | (ids[jnp.maximum(visit - 1, 0)] != ids[visit])
-
-  def is_last_of(self, ids, visit, visits):
-    return (visit == visits - 1) | (ids[jnp.minimum(visit + 1, visits - 1)] != ids[visit])
-
-  def is_in_group(self, visit, shape):
-    """Returns bool[shape], whether the rows of the tile are of the group of the visit."""
-    group = self.groups[visit]
-    row = self.tiles[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (row >= self.group_starts[group]) & (row < self.group_starts[group + 1])
 
 
 def gmm_and_keep(
@@ -175,7 +75,7 @@ def gmm_and_keep(
   k, n = matrix[::-1] if options.transpose_rhs else matrix
   m = lhs.shape[0]
   tm, tk, tn = options.tiles(m, k, n)
-  visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, False)
+  visits, number = Visits.of(group_sizes, place, m, tm, group_offset, groups_here, False)
   tiles_n, tiles_k = pl.cdiv(n, tn), pl.cdiv(k, tk)
 
   def rhs_tile(column, visit, k_tile, visits):
@@ -301,7 +201,7 @@ def tgmm(
   stash_rows, width = stash.shape
   tm, tk, tn = options.tiles(m, k, n)
   tk = min(tk, width)
-  visits, number = _Visits.of(group_sizes, place, m, tm, group_offset, groups_here, True)
+  visits, number = Visits.of(group_sizes, place, m, tm, group_offset, groups_here, True)
 
   def stash_tile(column, k_tile, visit, visits):
     del column
@@ -398,13 +298,13 @@ def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret,
     operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
     out_shape = jax.tree.map(pltpu.HBM.like, out_shape)
   out = pl.pallas_call(
-    lambda *refs: kernel(_Visits(*refs[:scalars]), *refs[scalars:]),
+    lambda *refs: kernel(Visits(*refs[:scalars]), *refs[scalars:]),
     grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=scalars, grid=grid, **specs),
     out_shape=out_shape,
     input_output_aliases={scalars + i: out for i, out in (aliases or {}).items()},
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-      # What `_Visits` says of tiles and groups lies inside.
+      # What `Visits` says of tiles and groups lies inside.
       disable_bounds_checks=True,
       vmem_limit_bytes=vmem_bytes,
     ),
@@ -418,7 +318,7 @@ def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret,
 
 def _index_map(tile_of):
   """Returns an index map from `tile_of(*step, visits)`."""
-  return lambda i, j, k, *visits: tile_of(i, j, k, _Visits(*visits))
+  return lambda i, j, k, *visits: tile_of(i, j, k, Visits(*visits))
 
 
 def _cost(shape, *moved):

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.kernels import dispatch, grouped
-from pallas_stash.kernels.grouped import Place
 from pallas_stash.kernels.megablox import Megablox
+from pallas_stash.kernels.visits import Place
 from pallas_stash.ragged import CopyRuns
 from pallas_stash.varying import vary_alike
 

@@ -84,12 +84,9 @@ def expand(
     first, last = jnp.where(fill, first, first_covered), jnp.where(fill, last, last_covered)
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
   window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
-  has_whole_tiles = is_strict or not _ends_in_a_tile(total_rows, source.dtype)
-  rows = padded_rows if has_whole_tiles else total_rows
-  has_all_columns = round_up(width, LANES) == round_up(source.shape[1], LANES)
-  columns = width if has_all_columns and not is_strict else source.shape[1]
-  shape = jax.ShapeDtypeStruct((rows, columns), source.dtype)
-  out = copy_runs(source, shape, runs, window, tiling, interpret, checks_bounds)
+  shape = _kernel_shape((total_rows, width), source.shape[1], source.dtype, is_strict)
+  new = jax.ShapeDtypeStruct(shape, source.dtype)
+  out = copy_runs(source, new, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, (total_rows, width), stash.dtype)
 
 
@@ -102,33 +99,33 @@ def _rows_covered(runs):
 
 
 def _to_kernel_layout(array, width, interpret, is_strict):
-  """Returns `array` in tiles as of `width` columns, whole ones, and of a dtype for the kernel.
+  """Returns `array` in a shape and a dtype that the kernel takes.
 
   Mosaic does not take every dtype, and XLA on a CPU, which interprets, computes with small floats.
-  The kernel only moves bits, so it is given integers.
-
-  In HBM the last tile of rows and of columns is whole, whatever the shape says, and the kernel
-  moves it as it lies. It is copied, and padded, where it is looked at more closely, `is_strict`: by
-  the interpreter, or by the chip's own bounds checks; and where HBM tiles have other rows than what
-  a DMA moves, as `_ends_in_a_tile` says.
+  The kernel only moves bits, so it is given integers. What is of another shape is copied.
   """
   if interpret or not dtypes.is_of_mosaic(array.dtype):
     array = dtypes.as_integers(array)
-  rows, columns = array.shape
-  if is_strict or not _ends_in_a_tile(rows, array.dtype):
-    rows = round_up(rows, row_alignment(array.dtype.itemsize))
+  shape = _kernel_shape(array.shape, width, array.dtype, is_strict)
+  padding = [(0, new - old) for new, old in zip(shape, array.shape, strict=True)]
+  return jnp.pad(array, padding) if shape != array.shape else array
+
+
+def _kernel_shape(shape, width, dtype, is_strict):
+  """Returns the shape, as that, of an array with the columns of `width` in whole HBM tiles.
+
+  In HBM the last tile of rows and of columns is whole, whatever the shape says, and the kernel
+  moves it as it lies. Not where that is looked at more closely, `is_strict`, by the interpreter or
+  the chip's own bounds checks; and not of fewer rows than `SUBLANES`, which XLA tiles in another
+  way, nor of one-byte elements, of which DMAs move more rows than XLA's tiles have.
+  """
+  rows, columns = shape
+  align = row_alignment(dtype.itemsize)
+  if is_strict or rows < SUBLANES or align > SUBLANES:
+    rows = round_up(rows, align)
   if is_strict or round_up(columns, LANES) != round_up(width, LANES):
     columns = round_up(width, LANES)
-  padding = (0, rows - array.shape[0]), (0, columns - array.shape[1])
-  return jnp.pad(array, padding) if (rows, columns) != array.shape else array
-
-
-def _ends_in_a_tile(rows, dtype):
-  """Returns whether HBM has whole tiles of `SUBLANES` rows, and a DMA moves such ones.
-
-  XLA tiles fewer rows than those otherwise. Of one-byte elements, DMAs move 32 rows.
-  """
-  return rows >= SUBLANES and row_alignment(dtype.itemsize) == SUBLANES
+  return rows, columns
 
 
 def _from_kernel_layout(array, shape, dtype):
