@@ -155,6 +155,30 @@ def test_several_residuals(chip):
   assert 0 <= pushed.memory.alias_size_in_bytes - num_bytes(*stash.buffers) < MIB
 
 
+@pytest.mark.parametrize(
+  "chip, dtype",
+  [
+    pytest.param("tpu7x", "bfloat16", marks=pytest.mark.both),
+    *(once(chip, "bfloat16") for chip in CHIPS if chip != "tpu7x"),
+    *(long(chip, dtype) for chip in CHIPS for dtype in ("float32", "int8", "float8_e4m3fn")),
+  ],
+)
+def test_beside_matmuls_of_xla(chip, dtype):
+  """On tpu7x they read and write tiles of other rows, which the kernel does not take."""
+  rows, width = 8192, 512
+
+  def run(operand, x, weights, start, sizes):
+    made = lax.dot(x, weights, preferred_element_type=jnp.float32).astype(dtype)
+    operand = update(operand, made, start, sizes)
+    read = slice_(operand, start, sizes, total_rows=rows)
+    return operand, lax.dot(read, weights.T, preferred_element_type=jnp.float32)
+
+  shapes = (2 * rows, width), (rows, width), (width, width)
+  args = *(struct(shape, dtype) for shape in shapes), START, SIZES
+  program = aot.compile(run, *aot.place(args, aot.mesh(chip)), donate_argnums=0)
+  assert program.kernels() == {"stash_compact": 1, "stash_expand": 1}
+
+
 def write_and_read(rows, width, dtype, starts, sizes):
   """Writes rows of a loop's own to a buffer that it carries, and reads them there again."""
 

@@ -31,6 +31,7 @@ from pallas_stash.kernels import pieces, tile_words
 from pallas_stash.kernels.int32 import rem, repeat
 from pallas_stash.kernels.slots import Slots
 from pallas_stash.kernels.tiling import choose_tiling, LANES, round_up, Tiling
+from pallas_stash.varying import empty, vary_alike
 
 IDLE_SLOTS = 2  # A landing slot is loaded again two pieces after a store from it was started.
 ZERO = np.int32(0)  # Under x64 the compiler is given an int as an int64.
@@ -63,6 +64,10 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
     # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM.
     out_shape = pltpu.HBM.like(out_shape)
     in_hbm = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
+  if is_new and not interpret:
+    # Of a result that is no operand, too, XLA chooses the tiles by those who read it: for a matmul
+    # on tpu7x such of 16 rows, within which the kernel cannot store 8.
+    destination, _ = vary_alike(empty(destination.shape, dtype), source)
   of_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
   for first_column, columns in tiling.column_blocks:
     updated = [] if isinstance(destination, jax.ShapeDtypeStruct) else [destination]
