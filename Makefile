@@ -4,7 +4,7 @@
 # of the sampled ones, another one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
-# `make bench` needs the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
+# `make bench` and `make traffic` need the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
@@ -22,7 +22,7 @@ REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 # What is imported is compiled then.
 INSTALL = install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: chip demo fit bench bench-check test suite test-long lint dependencies ready clean
+.PHONY: chip demo fit bench bench-check traffic test suite test-long lint dependencies ready clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -47,6 +47,9 @@ lint: $(VENV)/ready
 
 bench: $(BENCH_VENV)/ready
 	$(BENCH_RUN) -m bench.kernels $(FLAGS)
+
+traffic: $(BENCH_VENV)/ready
+	$(BENCH_RUN) -m bench.traffic $(FLAGS)
 
 # Without a Python for it there is nothing to compare: said aloud, not a failure of the tests.
 bench-check:

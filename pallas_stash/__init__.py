@@ -6,6 +6,7 @@ from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.checks.debugging import debug
 from pallas_stash.checks.padding_check import check_padding, PaddingReport
 from pallas_stash.gmm import gmm
+from pallas_stash.grouped_mlp import grouped_mlp
 from pallas_stash.handover import seal, SLOT_NAME
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
@@ -21,6 +22,7 @@ __all__ = [
   "dynamic_slice",
   "dynamic_update_slice",
   "gmm",
+  "grouped_mlp",
   "PaddingReport",
   "RaggedRows",
   "seal",

@@ -10,9 +10,9 @@ import numpy as np
 
 # Of whoever takes a derivative that a stash cannot give.
 FIRST_ORDER_ONLY = (
-  "pallas_stash supports first-order reverse-mode differentiation of `checkpoint` and `gmm`. Rows"
-  " in a stash carry no tangents: second-order and forward-mode derivatives, and derivatives"
-  " through Stash.push and Stash.restore, must be taken of a program without a stash."
+  "pallas_stash supports first-order reverse-mode differentiation of `checkpoint`, `gmm` and"
+  " `grouped_mlp`. Rows in a stash carry no tangents: second-order and forward-mode derivatives,"
+  " and derivatives through Stash.push and Stash.restore, must be taken of a program without one."
 )
 
 _MOST_VALUES = 32

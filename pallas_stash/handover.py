@@ -14,6 +14,7 @@ buffers that are changed while the count is not. `debug` sees each by the checks
 """
 
 from collections.abc import Callable
+import functools
 import inspect
 from typing import Any
 
@@ -37,13 +38,16 @@ NUMBERS = 2**22  # Of pushes; the next one has number 0 again.
 _FLAGS = "jax_remat3", "jax_custom_vjp3"
 
 
-@jax.custom_jvp
+@functools.partial(jax.jit, inline=True)  # `jax_remat3` cannot run the rule of one call twice.
 def first_order_only(tree: Any) -> Any:
   """Returns `tree`; a tangent that arrives here would be lost on its way through the stash."""
-  return tree
+  return _without_tangents(tree)
 
 
-@first_order_only.defjvp
+_without_tangents = jax.custom_jvp(lambda tree: tree)
+
+
+@_without_tangents.defjvp
 def _refuse_tangents(primals, tangents):
   del primals, tangents
   raise NotImplementedError(FIRST_ORDER_ONLY)

@@ -64,6 +64,8 @@ def refuse_sharded(**operands: Any) -> None:
   """Raises a ValueError if a leaf is sharded over explicit mesh axes: each device has some rows."""
   for name, tree in operands.items():
     for leaf in jax.tree.leaves(tree):
+      if isinstance(leaf, jax.ShapeDtypeStruct):  # Of what is made here.
+        continue
       if any(axis is not None for axis in jax.typeof(leaf).sharding.spec):
         raise ValueError(
           f"{name}, {jax.typeof(leaf)}, must not be sharded here: a stash is of one device."

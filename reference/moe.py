@@ -74,24 +74,44 @@ def expert_ffn(
   def hidden_of(rows, name):
     return mask(checkpoint_name(project(rows, name), f"mlp{name}"))
 
-  row_tokens = row_choices // weights.shape[1]
-  rows = mask(tokens.at[row_tokens].get(mode="promise_in_bounds"))
+  rows = mask(rows_of(tokens, row_choices, weights))
   hidden = jax.nn.silu(hidden_of(rows, "wi_0")) * hidden_of(rows, "wi_1")
   if weights_before_down_projection:
-    # Each choice has one row: the gradient need not sort them.
-    options = {"mode": "promise_in_bounds", "unique_indices": True}
-    row_weights = weights.reshape(-1).at[row_choices].get(**options)
+    row_weights = row_weights_of(weights, row_choices)
     # Masked for the cotangent's sake, of which the gradient of the weights is a sum.
     out = mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), "wo"))
     weights = jnp.ones_like(weights)
   else:
     out = mask(checkpoint_name(project(hidden, "wo"), "mlpwo"))
+  return sum_of_choices(out, choice_rows, weights, tokens.dtype)
+
+
+def rows_of(tokens, row_choices, weights):
+  """Returns [total_rows, width], the token of each row; of padding, any."""
+  return tokens.at[row_choices // weights.shape[1]].get(mode="promise_in_bounds")
+
+
+def row_weights_of(weights, row_choices):
+  """Returns float32[total_rows], the weight of each row; of padding, any."""
+  # Each choice has one row: the gradient need not sort them.
+  options = {"mode": "promise_in_bounds", "unique_indices": True}
+  return weights.reshape(-1).at[row_choices].get(**options)
+
+
+def sum_of_choices(out, choice_rows, weights, dtype):
+  """Returns [num_tokens, width] of a dtype, the sum of the rows of each token by their weights.
+
+  Args:
+    out: [total_rows, width], zero in padding.
+    choice_rows, weights: as of `expert_ffn`.
+    dtype: of the result.
+  """
   # What is not here weighs nothing: were it filled by the gather, the gradient would leave it to a
   # scatter to drop rows.
   is_row = choice_rows < out.shape[0]
   weights = jnp.where(is_row, weights, 0)
   chosen = out.at[jnp.where(is_row, choice_rows, 0)].get(mode="promise_in_bounds")
-  return jnp.sum(chosen * weights[:, :, None], axis=1).astype(tokens.dtype)
+  return jnp.sum(chosen * weights[:, :, None], axis=1).astype(dtype)
 
 
 def ffn_of(config):

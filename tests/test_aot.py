@@ -25,6 +25,7 @@ scan = lambda body, length: lambda x: lax.scan(lambda x, _: (body(x), None), x, 
     (scan(lambda x: jnp.sin(x @ x), 7), 7),
     (scan(scan(lambda x: jnp.sin(x @ x), 5), 3), 15),
     (lambda x: x @ lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ x), jnp.cos, x), 1),
+    (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ jnp.sin(x @ x), lambda x: x @ x + 1, x), 1),
   ],
 )
 def test_flops(fun, matmuls):

@@ -57,6 +57,7 @@ def test_the_example_saves_memory_and_has_the_gradients_of_saved_residuals(examp
     "capacity.md",
     "choosing-residuals.md",
     once("debugging.md"),
+    once("kernels.md"),
     "quickstart.md",
     pytest.param("shard_map.md", marks=(needs_devices(4), pytest.mark.once)),
   ],

@@ -120,7 +120,8 @@ def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, re
   parsed_flags.residuals = [residuals]
   rows = fit.measure(DEEPSEEK_V3)
   full = {row["way"]: row for row in rows if row["layers"] == 58}
-  assert list(full) == ["remat", "save", "offload", "chunks", "stash"]
+  ways = ["remat", "save", "offload", "chunks", "stash"]
+  assert list(full) == ways + ["grouped_mlp"] * (residuals == fit.GATE_AND_UP)
   assert {way for way in full if not full[way]["fits"]} == set(refused.split())
   fewer = [row for row in rows if row["layers"] != 58]
   assert all(row["fits"] for row in fewer)
@@ -144,7 +145,7 @@ def test_what_is_refused_is_compiled_where_it_fits(parsed_flags, monkeypatch, re
   "flag, value, message",
   [
     ("topology", "v4:2x2x1", "must be of .'v5e', 'v5p'"),
-    ("ways", ["stash", "swap"], "must be of .'chunks', 'offload', 'save', 'stash'"),
+    ("ways", ["stash", "swap"], "must be of .'chunks', 'grouped_mlp', 'offload', 'save', 'stash'"),
     ("residuals", ["mlpwo+mlp"], "must be of .'mlpwi_0', 'mlpwi_1', 'mlpwo'., joined by"),
   ],
 )

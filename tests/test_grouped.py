@@ -4,7 +4,6 @@ import functools
 
 from hypothesis import strategies as st
 import jax
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from pallas_stash import kernels
 from pallas_stash.kernels import grouped, megablox
 from pallas_stash.kernels.visits import Place
 from tests.helpers.checks import assert_trees_equal, long, once
+from tests.helpers.counting import count_rows
 from tests.helpers.sampling import run_sampled
 from tests.helpers.support import assert_same_bits, ON_TPU
 
@@ -142,20 +142,7 @@ def test_sampled():
 @pytest.mark.skipif(ON_TPU, reason="counts the DMAs of interpreted kernels")
 def test_each_row_is_stored_once(monkeypatch):
   """However many groups share its tile, and column tiles the result has."""
-  rows = []
-
-  class CountedCopy:
-    def __init__(self, source, destination, semaphore):
-      self._copy = make_async_copy(source, destination, semaphore)
-      self.wait = self._copy.wait
-      self._rows = source.transforms[-1].indices[0].size
-
-    def start(self):
-      jax.debug.callback(lambda moved: rows.append(int(moved)), jnp.int32(self._rows))
-      self._copy.start()
-
-  make_async_copy = pltpu.make_async_copy
-  monkeypatch.setattr(pltpu, "make_async_copy", CountedCopy)
+  rows = count_rows(monkeypatch)
   run.clear_cache()
   check(RAGGED, k=256)
   jax.effects_barrier()

@@ -17,11 +17,14 @@ from tests.helpers.three_layers import (
   experts,
   layer,
   LAYERS,
+  mlp,
   ROWS,
   SAVE,
   SPECS,
   WEIGHTS,
   with_gmm,
+  with_gmm_in_place,
+  with_mlp,
   X,
 )
 
@@ -53,11 +56,11 @@ def flags(request):
 
 
 @pytest.mark.skipif(RUNS_FLAGS, reason="this jax can run a stash under them")
-@pytest.mark.parametrize("base", [layer, with_gmm], ids=["checkpoint", "gmm"])
+@pytest.mark.parametrize("base", [layer, with_gmm, with_mlp], ids=["checkpoint", "gmm", "mlp"])
 @pytest.mark.parametrize("names", [FLAGS[:1], FLAGS[1:], FLAGS], ids=" and ".join)
 def test_flags_that_a_jax_cannot_run_are_refused(names, base):
   with flags_on(*names), pytest.raises(ValueError, match=f"{names[0]}=True must be off with jax"):
-    base((X, ps.Stash.empty(8, SPECS)), WEIGHTS[0])
+    base((X, ps.Stash.empty(8, specs_of(base))), WEIGHTS[0])
 
 
 WRAPS = {
@@ -67,10 +70,14 @@ WRAPS = {
 }
 
 
+def specs_of(base):
+  return SPECS * (2 if base is with_mlp else 1)
+
+
 def scanned(base, wrap, capacity=LAYERS * ROWS):
   def loss(weights):
     step = WRAPS[wrap](lambda carry, w: (base(carry, w), None))
-    carry, _ = lax.scan(step, (X, ps.Stash.empty(capacity, SPECS)), weights)
+    carry, _ = lax.scan(step, (X, ps.Stash.empty(capacity, specs_of(base))), weights)
     return jnp.sum(ps.seal(*carry))
 
   return loss
@@ -78,7 +85,8 @@ def scanned(base, wrap, capacity=LAYERS * ROWS):
 
 @functools.cache
 def scanned_plainly(base):
-  plain = {layer: experts, with_gmm: lambda x, w: x @ w}[base]
+  multiply = lambda x, w: x @ w
+  plain = {layer: experts, with_mlp: mlp, with_gmm: multiply, with_gmm_in_place: multiply}[base]
   loss = lambda weights: jnp.sum(lax.scan(lambda x, w: (plain(x, w), None), X, weights)[0])
   return jax.jit(jax.value_and_grad(loss))(WEIGHTS)
 
@@ -87,8 +95,9 @@ def scanned_plainly(base):
   "flags, base, wrap",
   [
     *((FLAGS, layer, wrap) for wrap in WRAPS),
-    (FLAGS, with_gmm, "slot"),
+    *((FLAGS, base, "slot") for base in (with_gmm, with_gmm_in_place, with_mlp)),
     *((flags, layer, "slot") for flags in (FLAGS[:1], FLAGS[1:])),
+    *((FLAGS[:1], base, "slot") for base in (with_gmm_in_place, with_mlp)),
     *(
       long(flags, layer, wrap)
       for flags in (FLAGS[:1], FLAGS[1:])

@@ -32,7 +32,7 @@ from bench.tpu import aot
 import pallas_stash as ps
 from reference import model, moe
 
-WAYS = ("remat", "save", "offload", "chunks", "stash")
+WAYS = ("remat", "save", "offload", "chunks", "stash", "grouped_mlp")
 CHUNK_MARGIN = 1.5
 AXES = ("fsdp", "expert")
 
@@ -129,6 +129,26 @@ def _way(step):
     def ffn(stash, group_sizes, tokens, row_choices, *args):
       ragged = ps.RaggedRows(group_sizes, row_choices.shape[0])
       return f(stash, ragged, tokens, row_choices, *args)
+
+    make = functools.partial(ps.Stash.empty, step.capacity_rows, step.row_structs)
+    slot_name, seal = ps.SLOT_NAME, ps.seal
+  elif step.way == "grouped_mlp":
+    if names != ("mlpwi_0", "mlpwi_1"):
+      raise ValueError(f"{step.residuals=} must be mlpwi_0 and mlpwi_1: those it keeps.")
+
+    def ffn(stash, group_sizes, tokens, row_choices, choice_rows, weights, _, experts):
+      rows = moe.rows_of(tokens, row_choices, weights)
+      out, stash = ps.grouped_mlp(
+        stash,
+        rows,
+        *(experts[name] for name in ("wi_0", "wi_1", "wo")),
+        group_sizes,
+        row_weights=moe.row_weights_of(weights, row_choices),
+        tiling=step.tiling,
+      )
+      live = jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
+      out = jnp.where(live[:, None], out, 0)
+      return moe.sum_of_choices(out, choice_rows, jnp.ones_like(weights), tokens.dtype), stash
 
     make = functools.partial(ps.Stash.empty, step.capacity_rows, step.row_structs)
     slot_name, seal = ps.SLOT_NAME, ps.seal

@@ -7,7 +7,8 @@ keeping residuals,
   save: worst-case residuals in HBM;
   offload: worst-case residuals in pinned host memory;
   chunks: fixed chunks of 1.5 times the expected rows (`fixed_chunks.py`);
-  stash: a stash of the routed rows,
+  stash: a stash of the routed rows;
+  grouped_mlp: the same, which the matmuls of gate and up write and read themselves,
 
 and for each choice of residuals. Where "mlpwo" is not among them, the model multiplies the routing
 weights in before the down projection, so that nothing needs it; where it is, behind. What does not
@@ -34,7 +35,9 @@ from bench.tpu.environment import ENVIRONMENT
 
 MODEL = flags.DEFINE_enum("model", "deepseek-v3", PRESETS, "Whose published sizes to take.")
 TOPOLOGY = flags.DEFINE_string("topology", "v5p:8x8x4", "As libtpu names it.")
-WAYS = flags.DEFINE_list("ways", ["save", "offload", "chunks", "stash"], "Beside remat.")
+WAYS = flags.DEFINE_list(
+  "ways", ["save", "offload", "chunks", "stash", "grouped_mlp"], "Beside remat."
+)
 RESIDUALS = flags.DEFINE_multi_string(
   "residuals",
   ["mlpwi_0+mlpwi_1", "mlpwo", "mlpwi_0+mlpwi_1+mlpwo"],
@@ -68,6 +71,8 @@ KEYS = (
   *("host_bytes", "needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),
 )
 NONE = "none"  # the residuals of remat
+GATE_AND_UP = "mlpwi_0+mlpwi_1"  # those of grouped_mlp
+STASHES = "stash", "grouped_mlp"
 BEFORE, BEHIND = "before", "behind"  # where the weights are multiplied in: the down projection
 START = time.monotonic()
 
@@ -130,14 +135,15 @@ def measure(size):
       rows.append(compile_row(step_of(size, "remat", NONE, weights)))
       floors[weights] = rows[-1]["peak_bytes"]
     floor = floors[weights]
-    steps = {way: step_of(size, way, residuals, weights) for way in WAYS.value}
+    ways = [way for way in WAYS.value if way != "grouped_mlp" or residuals == GATE_AND_UP]
+    steps = {way: step_of(size, way, residuals, weights) for way in ways}
     found = {way: compile_row(step) for way, step in steps.items()}
     rows += found.values()
     refused = [way for way in found if found[way]["fits"] is False]
     if floor and "save" in refused:
       fewer = shallower(size, floor, steps["save"].worst_case_bytes)
-      ways = [way for way in WAYS.value if way == "stash" or way in refused]
-      rows += [compile_row(step_of(fewer, way, residuals, weights)) for way in ways]
+      compared = [way for way in ways if way in (*STASHES, *refused)]
+      rows += [compile_row(step_of(fewer, way, residuals, weights)) for way in compared]
     if floor and "stash" in refused:
       fewer = shallower(size, floor, steps["stash"].stash_bytes)
       rows.append(compile_row(step_of(fewer, "remat", NONE, weights)))
@@ -255,7 +261,7 @@ def broken_promises(rows, spare_residuals):
     name = f"{way} {residuals}, {layers} layers"
     if row["stash_copies"]:
       broken.append(f"{name}: the program copies the stash {row['stash_copies']} times")
-    if way != "stash":
+    if way not in STASHES:
       continue
     if remat := fitting.get(("remat", weights, NONE, layers)):
       extra = row["peak_bytes"] - remat["peak_bytes"]

@@ -104,14 +104,35 @@ def sweep_cases():
           yield make_case(chip, kernel, layout, **options)
 
 
+# What replaces how many of which matmul of megablox, each from width to hidden width.
+MLP_KERNELS = {
+  "gate_up": ("gmm", 2),
+  "gate_up_x": ("gmm", 2),
+  "gate_up_weights": ("gmm", 2),
+  "gate_up_backward": ("gmm_transposed", 1),
+  "gate_up_backward_weights": ("gmm_transposed", 1),
+}
+
+
 def grouped_cases():
-  """Grouped matmuls of 8192 rows between the widths of DeepSeek-V3: megablox, then in place."""
+  """Grouped matmuls of 8192 rows between the widths of DeepSeek-V3, and those of an expert MLP.
+
+  Each follows the one of megablox that it is compared with.
+  """
   for chip in BANDWIDTH:
+    of_megablox = lambda case: case | {"implementation": "megablox"}
+    case = {"chip": chip, "rows": FEW_ROWS, "implementation": OURS}
     for kernel in "gmm", "tgmm":
       for k, n in (7168, 2048), (2048, 7168):
-        for implementation in "megablox", OURS:
-          case = {"chip": chip, "kernel": kernel, "k": k, "n": n, "rows": FEW_ROWS}
-          yield case | {"implementation": implementation}
+        sizes = {"kernel": kernel, "k": k, "n": n}
+        yield of_megablox(case | sizes)
+        yield case | sizes
+    sizes = {"k": 7168, "n": 2048}
+    for matmul in "gmm", "gmm_transposed":
+      yield of_megablox(case | sizes | {"kernel": matmul})
+      for kernel, (replaced, _) in MLP_KERNELS.items():
+        if replaced == matmul:
+          yield case | sizes | {"kernel": kernel}
 
 
 def itemsize(case):

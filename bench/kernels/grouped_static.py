@@ -7,6 +7,7 @@ prefix of the worst case, in groups of 1024, so that two row tiles of 512 are of
 from bench.kernels import static  # First: it sets the environment, before jax is imported.
 
 # isort: split
+import contextlib
 import importlib
 import json
 import sys
@@ -18,7 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from bench.tpu import aot
-from pallas_stash.kernels import grouped
+from pallas_stash.grouped_mlp import silu_and_multiply
+from pallas_stash.kernels import gate_up, gate_up_backward, grouped, grouped_call
+from pallas_stash.kernels.activation import Beside
 from pallas_stash.kernels.megablox import Megablox
 from pallas_stash.kernels.visits import Place, Visits
 
@@ -94,15 +97,32 @@ def make(case):
   options, place = Megablox(DTYPE, TILING, False, False), Place(*jnp.zeros(3, jnp.int32))
   scalars = sizes, jnp.int32(0), place
   if case["implementation"] == "megablox":
-    if kernel == "gmm":
-      return lambda lhs, rhs: _megablox.gmm.__wrapped__(lhs, rhs, sizes, DTYPE, TILING), (lhs, rhs)
-    tgmm = _megablox.tgmm.__wrapped__
-    return lambda lhs, d_out: tgmm(lhs.swapaxes(0, 1), d_out, sizes, DTYPE, TILING), (lhs, d_out)
+    if kernel == "tgmm":
+      tgmm = _megablox.tgmm.__wrapped__
+      return lambda lhs, d_out: tgmm(lhs.swapaxes(0, 1), d_out, sizes, DTYPE, TILING), (lhs, d_out)
+    turned = {"transpose_rhs": kernel == "gmm_transposed"}
+    rhs = struct(groups, n, k) if turned["transpose_rhs"] else rhs
+    gmm = _megablox.gmm.__wrapped__
+    return lambda lhs, rhs: gmm(lhs, rhs, sizes, DTYPE, TILING, **turned), (lhs, rhs)
   if kernel == "gmm":
     keep = lambda *operands: grouped.gmm_and_keep(*operands, *scalars, options=options)
     return keep, (lhs, rhs, stash)
-  of_rhs = {"k": k, "dtype": DTYPE, "groups_here": groups, "options": options}
-  return lambda *operands: grouped.tgmm(*operands, *scalars, **of_rhs), (stash, d_out)
+  if kernel == "tgmm":
+    of_rhs = {"k": k, "dtype": DTYPE, "groups_here": groups, "options": options}
+    return lambda *operands: grouped.tgmm(*operands, *scalars, **of_rhs), (stash, d_out)
+  stashes = [struct(total_rows, n), struct(total_rows, n), *[stash] * kernel.endswith("_x")]
+  weights = jax.ShapeDtypeStruct((total_rows,), jnp.float32)
+  beside = Beside(weights if kernel.endswith("_weights") else None, ())
+  static = {"activation": silu_and_multiply, "options": options}
+  if kernel.startswith("gate_up_backward"):
+    run = lambda d_out, w_down, beside, stashes: gate_up_backward.backward(
+      d_out, w_down, sizes, beside, stashes, place, **static
+    )
+    return run, (lhs, struct(groups, n, k), beside, stashes)
+  run = lambda x, w_gate, w_up, beside, stashes: gate_up.forward(
+    x, w_gate, w_up, sizes, beside, stashes, place, **static
+  )
+  return run, (lhs, rhs, rhs, beside, stashes)
 
 
 def estimate(case: dict) -> int:
@@ -119,11 +139,13 @@ def estimate(case: dict) -> int:
     # The scalars are arguments: how XLA computes them is not to be estimated.
     known = visits_of(rows, metadata), KnownPallas(rows // TILING[0])
     given = lambda **_: (metadata[:3], rows // TILING[0])
-    with (
-      mock.patch.object(grouped, "Visits", known[0]),
-      mock.patch.object(_megablox, "pl", known[1]),
-      mock.patch.object(_megablox, "make_group_metadata", given),
-    ):
+    patches = [
+      (of, "Visits", known[0]) for of in (gate_up, gate_up_backward, grouped, grouped_call)
+    ]
+    patches += [(_megablox, "pl", known[1]), (_megablox, "make_group_metadata", given)]
+    with contextlib.ExitStack() as stack:
+      for patch in patches:
+        stack.enter_context(mock.patch.object(*patch))
       return function(*operands)
 
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):

@@ -62,6 +62,7 @@ class Instruction:
     aliased: of a custom call, {which of its results: the operand whose memory that has}, by number.
     target: of a custom call; "" for all else.
     is_conditional: whether it only runs in a branch of a conditional.
+    is_dearer: whether it only runs in branches of conditionals that have more FLOPs than another.
     runs: how often it runs in one run of the program, in whichever branch; None if the number of
       turns of a loop around it is not a constant.
     flops: floating-point operations of one run, of matmuls and kernels only. A kernel's are its
@@ -75,6 +76,7 @@ class Instruction:
   aliased: dict[int, int]
   target: str
   is_conditional: bool
+  is_dearer: bool
   runs: int | None
   flops: int
 
@@ -123,12 +125,12 @@ class Program:
     return kinds
 
   def flops(self):
-    """Floating-point operations of a run in which no branch of a conditional is taken.
+    """Floating-point operations of a run that takes the branch of each conditional with the fewest.
 
-    Of matmuls and kernels, on one device. None if a loop runs for a number of turns that is not a
-    constant.
+    Where rows are stored, that is: nothing is computed again. Of matmuls and kernels, on one
+    device. None if a loop runs for a number of turns that is not a constant.
     """
-    counted = [i for i in self.instructions if i.flops and not i.is_conditional]
+    counted = [i for i in self.instructions if i.flops and not i.is_dearer]
     if any(i.runs is None for i in counted):
       return None
     return sum(i.runs * i.flops for i in counted)
@@ -186,21 +188,35 @@ def _parse(text):
     attributes = line.partition(", backend_config=")[0].partition("), ")[2]
     return [name for name in re.findall(r"[\w.\-]+", attributes) if name in computations]
 
-  always, runs = set(), collections.Counter()
+  always, cheapest, runs = set(), set(), collections.Counter()
 
-  def visit(computation, times, is_conditional):
+  @functools.cache
+  def flops_of(computation):
+    """Floating-point operations of one run; of a loop, of one turn: to compare branches by."""
+    total = 0
+    for line in computations[computation].values():
+      inner = [flops_of(callee) for callee in callees(line)]
+      total += _flops(line, computations[computation])
+      total += min(inner) if _opcode(line) == "conditional" else sum(inner)
+    return total
+
+  def visit(computation, times, is_conditional, is_dearer):
     if not is_conditional:
       always.add(computation)
+    if not is_dearer:
+      cheapest.add(computation)
     # A computation that is called from several places runs as often as all of them together.
     runs[computation] = None if None in (times, runs[computation]) else runs[computation] + times
     for line in computations[computation].values():
       is_loop, is_branch = _opcode(line) == "while", _opcode(line) == "conditional"
       turns = _turns(line, computations, computations[computation]) if is_loop else 1
+      least = min(map(flops_of, callees(line))) if is_branch else None
       for callee in callees(line):
         inner = None if None in (times, turns) else times * turns
-        visit(callee, inner, is_conditional or is_branch)
+        is_dearer_here = is_branch and flops_of(callee) > least
+        visit(callee, inner, is_conditional or is_branch, is_dearer or is_dearer_here)
 
-  visit(entry, 1, False)
+  visit(entry, 1, False, False)
   return [
     Instruction(
       name=re.match(r"[^.]+", name)[0],
@@ -213,6 +229,7 @@ def _parse(text):
       aliased=_aliased(line),
       target=(re.findall(r'custom_call_target="(\w+)"', line) or [""])[0],
       is_conditional=computation not in always,
+      is_dearer=computation not in cheapest,
       runs=runs[computation],
       flops=_flops(line, computations[computation]),
     )

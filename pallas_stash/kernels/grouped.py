@@ -9,7 +9,6 @@ be read where it lies, and written by a DMA of just the HBM tiles that are the p
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -19,10 +18,18 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from pallas_stash.kernels import megablox
+from pallas_stash.kernels.grouped_call import (
+  call,
+  cost,
+  dot,
+  index_map,
+  like,
+  own_rows_to,
+  start,
+  wait,
+)
 from pallas_stash.kernels.tiling import LANES
 from pallas_stash.kernels.visits import ALIGN, Place, Visits
-
-VMEM_BYTES = 32 * 2**20  # Of a core's 64 MiB or more, unless the tiles need more.
 
 
 def fits(shape: tuple[int, int, int], stash: Any, dtypes: Any, tiles: megablox.Tiling) -> bool:
@@ -91,28 +98,28 @@ def gmm_and_keep(
     dtype=megablox.compute_dtype(lhs, rhs),
     contracting=int(options.transpose_rhs),
   )
-  out, stash = _call(
+  out, stash = call(
     kernel,
     visits,
     (tiles_n, number, tiles_k),
     operands=(lhs, rhs, stash),
     in_specs=[
       pl.BlockSpec(
-        (tm, tk), _index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], k_tile))
+        (tm, tk), index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], k_tile))
       ),
-      pl.BlockSpec(rhs_shape, _index_map(rhs_tile)),
+      pl.BlockSpec(rhs_shape, index_map(rhs_tile)),
       of_hbm,
     ],
     out_specs=[
       pl.BlockSpec(
-        (tm, tn), _index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], column))
+        (tm, tn), index_map(lambda column, visit, k_tile, visits: (visits.tiles[visit], column))
       ),
       of_hbm,
     ],
-    out_shape=[_like(lhs, (m, n), options.preferred_element_type), _like(stash, stash.shape)],
+    out_shape=[like(lhs, (m, n), options.preferred_element_type), like(stash, stash.shape)],
     scratch_shapes=[pltpu.VMEM((tm, tn), jnp.float32), pltpu.SemaphoreType.DMA],
     aliases={2: 1},
-    cost_estimate=_cost(
+    cost_estimate=cost(
       (m, k, n),
       (tiles_n * m * k, lhs.dtype),
       (k * n * visits.tiles.size, rhs.dtype),
@@ -132,29 +139,19 @@ def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_
   """The kernel of `gmm_and_keep`. A step is a column tile of `out`, a visit, and a tile of k."""
   visit, k_tile, tiles_k = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
   is_last = k_tile == tiles_k - 1
-  tile_rows, tile_k = lhs.shape
+  tile_k = lhs.shape[1]
 
-  first, rows = visits.own_rows(visit, tile_rows)
-  row = pl.multiple_of(visits.stash_row(visit, tile_rows) + first, ALIGN)
-  column = pl.multiple_of(k_tile * tile_k, LANES)
-  is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit) & (rows > 0)
-
-  def store(columns):
-    """Returns the DMA of the push's own rows of the tile, and of so many of its columns."""
-    to = stash.at[pl.ds(row, rows), pl.ds(column, columns)]
-    return pltpu.make_async_copy(lhs.at[pl.ds(first, rows), pl.ds(0, columns)], to, semaphore)
-
-  # The columns of the last tile are those that the stash has.
-  stores = (is_turn & is_last, store(last_columns)), (is_turn & ~is_last, store(tile_k))
-  for is_due, copy in stores:
-    pl.when(is_due)(copy.start)
+  is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit)
+  to = stash, semaphore, k_tile, is_last, last_columns
+  stores = [(is_turn & is_due, copy) for is_due, copy in own_rows_to(visits, visit, lhs, *to)]
+  start(stores)
 
   @pl.when(k_tile == 0)
   def _():
     total[...] = jnp.zeros_like(total)
 
   def add(columns):
-    total[...] += _dot(lhs[...], rhs[...], columns=columns, **static)
+    total[...] += dot(lhs[...], rhs[...], columns=columns, **static)
 
   pl.when(~is_last)(lambda: add(tile_k))
 
@@ -165,8 +162,7 @@ def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_
     is_in_group = visits.is_in_group(visit, total.shape)
     out[...] = jnp.where(is_in_group, total[...], out[...].astype(jnp.float32)).astype(out.dtype)
 
-  for is_due, copy in stores:
-    pl.when(is_due)(copy.wait)
+  wait(stores)
 
 
 def tgmm(
@@ -210,24 +206,24 @@ def tgmm(
   kernel = functools.partial(
     _tgmm, stash_rows=stash_rows, dtype=megablox.compute_dtype(stash, d_out)
   )
-  return _call(
+  return call(
     kernel,
     visits,
     (pl.cdiv(n, tn), pl.cdiv(k, tk), number),
     operands=(stash, d_out),
     in_specs=[
-      pl.BlockSpec((pl.Element(tm), pl.Element(tk)), _index_map(stash_tile)),
+      pl.BlockSpec((pl.Element(tm), pl.Element(tk)), index_map(stash_tile)),
       pl.BlockSpec(
-        (tm, tn), _index_map(lambda column, k_tile, visit, visits: (visits.tiles[visit], column))
+        (tm, tn), index_map(lambda column, k_tile, visit, visits: (visits.tiles[visit], column))
       ),
     ],
     out_specs=pl.BlockSpec(
       (None, tk, tn),
-      _index_map(lambda column, k_tile, visit, visits: (visits.group_here(visit), k_tile, column)),
+      index_map(lambda column, k_tile, visit, visits: (visits.group_here(visit), k_tile, column)),
     ),
-    out_shape=_like(d_out, (groups_here, k, n), dtype),
+    out_shape=like(d_out, (groups_here, k, n), dtype),
     scratch_shapes=[pltpu.VMEM((tk, tn), jnp.float32)],
-    cost_estimate=_cost(
+    cost_estimate=cost(
       (m, k, n),
       (pl.cdiv(n, tn) * m * k, stash.dtype),
       (pl.cdiv(k, tk) * m * n, d_out.dtype),
@@ -267,84 +263,3 @@ def _tgmm(visits, rows, d_out, out, total, *, stash_rows, dtype):
   def _():
     is_known = visits.is_stored() | visits.is_empty(visit)
     out[...] = jnp.where(is_known, total[...], jnp.float32(jnp.nan)).astype(out.dtype)
-
-
-def _dot(lhs, rhs, *, columns, dtype, contracting):
-  """Returns the product of two tiles, of whose k the first `columns` are there."""
-
-  def of_columns(x, axis):
-    if columns == x.shape[axis]:
-      return x.astype(dtype)
-    is_there = lax.broadcasted_iota(jnp.int32, x.shape, axis) < columns
-    return jnp.where(is_there, x.astype(jnp.float32), jnp.float32(0)).astype(x.dtype).astype(dtype)
-
-  return lax.dot_general(
-    of_columns(lhs, 1),
-    of_columns(rhs, contracting),
-    dimension_numbers=(((1,), (contracting,)), ((), ())),
-    preferred_element_type=jnp.float32,
-  )
-
-
-def _call(kernel, visits, grid, *, operands, out_shape, aliases=None, interpret, name, **options):
-  """Returns what a kernel of `visits` makes of the operands; `aliases` are by their numbers."""
-  scalars = len(visits)
-  specs = {key: options.pop(key) for key in ("in_specs", "out_specs", "scratch_shapes")}
-  vmem_bytes = _vmem_bytes(specs, [*operands, *jax.tree.leaves(out_shape)])
-  operands = *visits, *operands
-  if not interpret:
-    # A BlockSpec alone leaves XLA free to put what is small into VMEM, and the kernel reads HBM;
-    # of scalars, too, that are copied to scalar memory.
-    operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in operands]
-    out_shape = jax.tree.map(pltpu.HBM.like, out_shape)
-  out = pl.pallas_call(
-    lambda *refs: kernel(Visits(*refs[:scalars]), *refs[scalars:]),
-    grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=scalars, grid=grid, **specs),
-    out_shape=out_shape,
-    input_output_aliases={scalars + i: out for i, out in (aliases or {}).items()},
-    compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-      # What `Visits` says of tiles and groups lies inside.
-      disable_bounds_checks=True,
-      vmem_limit_bytes=vmem_bytes,
-    ),
-    interpret=interpret,
-    name=name,
-    **options,
-  )(*operands)
-  # The compiler of libtpu 0.0.42 copies, or refuses, a result in HBM that a program just returns.
-  return out if interpret else lax.optimization_barrier(out)
-
-
-def _index_map(tile_of):
-  """Returns an index map from `tile_of(*step, visits)`."""
-  return lambda i, j, k, *visits: tile_of(i, j, k, Visits(*visits))
-
-
-def _cost(shape, *moved):
-  """Returns what megablox says of a matmul: as if every row were in a group.
-
-  Args:
-    shape: (m, k, n).
-    *moved: elements and their dtype.
-  """
-  num_bytes = sum(elements * jnp.dtype(dtype).itemsize for elements, dtype in moved)
-  flops = 2 * math.prod(shape)
-  return pl.CostEstimate(flops=flops, bytes_accessed=num_bytes, transcendentals=0)
-
-
-def _vmem_bytes(specs, arrays):
-  """Returns the VMEM that a kernel may take: blocks twice, and as float32 values; and scratch."""
-  num_bytes = sum(4 * math.prod(getattr(x, "shape", ())) for x in specs["scratch_shapes"])
-  blocks = jax.tree.leaves((specs["in_specs"], specs["out_specs"]))
-  for spec, array in zip(blocks, arrays, strict=True):
-    if spec.block_shape:
-      sizes = (getattr(size, "block_size", size) or 1 for size in spec.block_shape)
-      num_bytes += math.prod(sizes) * (2 * array.dtype.itemsize + 4)
-  return max(VMEM_BYTES, num_bytes)
-
-
-def _like(array, shape, dtype=None):
-  # Of the operand's type, which inside shard_map knows the mesh axes along which it varies.
-  dtype = jnp.dtype(array.dtype if dtype is None else dtype)
-  return jax.typeof(array).update(shape=shape, dtype=dtype, weak_type=False)

@@ -109,8 +109,13 @@ class Visits(NamedTuple):
   def is_last_of(self, ids, visit, visits):
     return (visit == visits - 1) | (ids[jnp.minimum(visit + 1, visits - 1)] != ids[visit])
 
+  def rows_of_group(self, visit, tile_rows):
+    """Returns the first row of the group and its end, counted from the first of the tile."""
+    group, first = self.groups[visit], self.tiles[visit] * tile_rows
+    return self.group_starts[group] - first, self.group_starts[group + 1] - first
+
   def is_in_group(self, visit, shape):
     """Returns bool[shape], whether the rows of the tile are of the group of the visit."""
-    group = self.groups[visit]
-    row = self.tiles[visit] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
-    return (row >= self.group_starts[group]) & (row < self.group_starts[group + 1])
+    first, end = self.rows_of_group(visit, shape[0])
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+    return (row >= first) & (row < end)

@@ -1,0 +1,1 @@
+"""What it costs a layer to keep its residuals, each way: bytes and time beside its matmuls."""

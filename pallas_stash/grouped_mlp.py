@@ -1,0 +1,333 @@
+"""Expert MLP whose gate and up products are kept in a stash for the backward pass."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.extend.core as jex
+from jax.extend.source_info_util import summarize
+import jax.numpy as jnp
+
+from pallas_stash import kernels
+from pallas_stash.arguments import as_array, as_groups, as_list, describe
+from pallas_stash.batching import batch_alike
+from pallas_stash.checks import debugging
+from pallas_stash.checks.misplaced_rows import watch_results
+from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
+from pallas_stash.kernels import gate_up, Implementation, mlp
+from pallas_stash.kernels.activation import Beside
+from pallas_stash.kernels.megablox import Megablox
+from pallas_stash.kernels.visits import Place
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.stash import check_push, read_rows, Stash, take_rows
+from pallas_stash.storage import match_residuals
+from pallas_stash.varying import empty, vary_alike
+
+
+def silu_and_multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
+  """Returns silu(gate) * up, the SwiGLU of https://arxiv.org/abs/2002.05202."""
+  return jax.nn.silu(gate) * up
+
+
+def grouped_mlp(
+  stash: Stash,
+  x: jax.Array,
+  w_gate: jax.Array,
+  w_up: jax.Array,
+  w_down: jax.Array,
+  group_sizes: jax.Array,
+  *,
+  row_weights: jax.Array | None = None,
+  activation: Callable[..., jax.Array] = silu_and_multiply,
+  group_rows: Sequence[jax.Array] = (),
+  keep_x: bool = False,
+  tiling: Any = (512, 1024, 1024),
+  axis_name: Any = None,
+  implementation: Implementation | None = None,
+) -> tuple[jax.Array, Stash]:
+  """Gated MLP of each group of rows that keeps its two products in the stash.
+
+  Computes `(activation(x @ w_gate, x @ w_up) * row_weights) @ w_down`, each group of rows with its
+  own matrices. For the backward pass the stash keeps the rows of `x @ w_gate` and `x @ w_up`, and
+  nothing else is a residual but the arguments: of the hidden rows it makes them again, and what is
+  behind the down projection it needs for nothing, the gradient of `row_weights` included.
+
+  On a TPU neither product is ever in HBM at worst-case size: the matmul writes both to the stash as
+  it makes them, and the backward pass reads them there. The other matmuls are megablox's. Elsewhere
+  all are `lax.ragged_dot`, and rows are copied to the stash and back; so they are on a TPU, between
+  megablox's matmuls, in `debug`, for one-byte elements, where rows are no multiple of the row tile,
+  where that is no multiple of 16 or has more rows than the stash, where tiles are no multiples of
+  128 columns, and where column tiles do not divide the width of the stash.
+
+  Gradients are exact at any capacity: products that do not fit are made again from `x`. They are
+  those of the matmuls, each rounded to the dtype of `x`, and of the activation in float32.
+
+  Args:
+    stash: for two residuals, `[jax.ShapeDtypeStruct((hidden,), x.dtype)] * 2`; with `keep_x` also
+      for `jax.ShapeDtypeStruct((width,), x.dtype)`, in any order.
+    x: [m, width], the rows of each group from the first row on. The others are padding, whose
+      contents have no influence.
+    w_gate, w_up: [groups, width, hidden].
+    w_down: [groups, hidden, out_width].
+    group_sizes: int32[groups], rows of each group. Groups that reach past the end of `x` store
+      nothing and count as invalid; what is computed of them is undefined.
+    row_weights: float[m], by which hidden rows are multiplied, such as routing weights; or None.
+    activation: an elementwise function of gate and up, in float32, and of the rows of `group_rows`.
+      It is part of kernels: of operations that Pallas knows on a TPU, and of no arrays but its
+      arguments.
+    group_rows: arrays [groups, hidden], of each of which `activation` is also given the row of the
+      group, in float32. Biases, for example:
+      `activation=lambda gate, up, b_gate, b_up: silu_and_multiply(gate + b_gate, up + b_up)`.
+    keep_x: whether the rows of `x` go to the stash as well, so that a `jax.checkpoint` around the
+      layer need not make them again. Then nothing is left to compute products from: if the rows do
+      not fit, gradients are NaN, and `stash.stats()` counts an overflowed push.
+    tiling: the row, k and n tile sizes of all matmuls, or a function of (m, k, n) that gives them.
+    axis_name: mesh axis or axes; the rows are stored if they fit on every device along them.
+    implementation: as for `dynamic_update_slice`. "mosaic_interpret" interprets the matmuls, too;
+      with "xla" they are `lax.ragged_dot` on any platform.
+
+  Returns:
+    out: [m, out_width] of the dtype of `x`. Its padding is undefined; that of gradients is zero.
+    stash: with the rows.
+
+  Raises:
+    ValueError: for a stash that was not made for these rows, shapes that do not match, or an
+      activation that is not elementwise or closes over arrays.
+  """
+  if not isinstance(stash, Stash):
+    raise ValueError(f"The first argument, {describe(stash)}, must be a Stash.")
+  kernels.check_implementation(implementation)
+  x = as_array("x", x)
+  w_gate, w_up, w_down = (
+    as_array(name, w) for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down))
+  )
+  group_sizes = as_groups("group_sizes", group_sizes)
+  group_rows = as_list("group_rows", group_rows, "arrays")
+  group_rows = [as_array(f"group_rows[{i}]", rows) for i, rows in enumerate(group_rows)]
+  if row_weights is not None:
+    row_weights = as_array("row_weights", row_weights)
+  _check_shapes(x, w_gate, w_up, w_down, group_sizes, row_weights, group_rows)
+  _check_activation(activation, len(group_rows))
+
+  as_float = lambda array: array.astype(jnp.float32)
+  beside = Beside(
+    None if row_weights is None else as_float(row_weights), tuple(map(as_float, group_rows))
+  )
+  tiling = tuple(tiling) if isinstance(tiling, list) else tiling
+  matmuls = Megablox(x.dtype, tiling, False, implementation == "mosaic_interpret")
+  static = _Static(mlp.Mlp(activation, matmuls, implementation), bool(keep_x), axis_name)
+  operands = vary_alike(stash, x, w_gate, w_up, w_down, group_sizes, beside)
+  stashed = with_rules(_primal, _forward, _backward, nondiff_argnums=(0,))
+  out, stash = stashed(static, *operands)
+  return watch_results(out, RaggedRows(group_sizes, x.shape[0]), name_slot), stash
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  mlp: mlp.Mlp
+  keep_x: bool
+  axis_name: Any
+
+  def is_in_place(self, stash, x, w_gate, w_down):
+    """Returns whether the kernels for a TPU write and read the stash themselves. All is static."""
+    (m, k), n = x.shape, w_gate.shape[2]
+    shapes = (m, k, n), (m, w_down.shape[2], n)
+    dtypes = x.dtype, w_gate.dtype, w_down.dtype
+    is_known = self.mlp.implementation != "xla"
+    return is_known and all(
+      gate_up.fits(shape, self.buffers(stash, k, n), dtypes, self.mlp.options) for shape in shapes
+    )
+
+  def order(self, stash, k, n):
+    """Returns which buffers of the stash are those of gate, of up, and of x if it is kept."""
+    dtype = self.mlp.options.preferred_element_type
+    found = [((n,), dtype)] * 2 + [((k,), dtype)] * self.keep_x
+    return match_residuals(stash.residuals, found)
+
+  def buffers(self, stash, k, n):
+    return tuple(stash.buffers[index] for index in self.order(stash, k, n))
+
+
+def _primal(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
+  operands = x, w_gate, w_up, group_sizes, beside
+  if static.is_in_place(stash, x, w_gate, w_down):
+    (hidden,) = mlp.hidden_and_keep(static.mlp, *operands, (), None)
+  else:
+    products = mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
+    hidden = mlp.hidden_of(static.mlp, *products, group_sizes, beside)
+  out = mlp.product(static.mlp, hidden, w_down, group_sizes)
+  return out, batch_alike(stash, (*operands, w_down))
+
+
+def _forward(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
+  (m, k), n = x.shape, w_gate.shape[2]
+  operands = x, w_gate, w_up, group_sizes, beside
+  ragged = RaggedRows(group_sizes, m)
+  stash = batch_alike(stash, (*operands, w_down))
+  # The rows that the mode of debug sums up are those that a copy is made of.
+  if not debugging.is_debugging() and static.is_in_place(stash, x, w_gate, w_down):
+    check_push(stash, [jax.ShapeDtypeStruct((m, n), x.dtype)] * 2 + [x] * static.keep_x, ragged)
+    stash, operands = first_order_only((stash, operands))
+    order = static.order(stash, k, n)
+    stash, slot = take_rows(stash, ragged, static.axis_name)
+    buffers, place = static.buffers(stash, k, n), _place(slot)
+    hidden, *kept = mlp.hidden_and_keep(static.mlp, *operands, buffers, place)
+    kept = dict(zip(order, kept, strict=True))
+    stash = dataclasses.replace(stash, buffers=tuple(kept[i] for i in range(len(order))))
+  else:
+    gate, up = mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
+    hidden = mlp.hidden_of(static.mlp, gate, up, group_sizes, beside)
+    options = {"axis_name": static.axis_name, "implementation": static.mlp.implementation}
+    stash, slot = stash.push([gate, up, *[x] * static.keep_x], ragged, **options)
+  out = mlp.product(static.mlp, hidden, w_down, group_sizes)
+  saved_x = None if static.keep_x else x
+  return (out, stash), (name_slot(slot), saved_x, w_gate, w_up, w_down, group_sizes, beside)
+
+
+def _backward(static, saved, cotangents):
+  slot, x, w_gate, w_up, w_down, group_sizes, beside = saved
+  d_out, d_stash = cotangents
+  contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
+  d_stash, d_out = receive(d_stash, slot, d_out)
+  if static.keep_x:  # There is nothing to make the products from.
+    d_out = jnp.where(slot.is_stored()[0], d_out, jnp.full_like(d_out, jnp.nan))
+  m, k = d_out.shape[0], w_gate.shape[1]
+  operands = static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+  is_copied = slot.checksum is not None  # As it was when the forward pass was traced.
+  of_x = jax.ShapeDtypeStruct((m, k), d_out.dtype)
+  if not is_copied and static.is_in_place(contents, of_x, w_gate, w_down):
+    rows, d_w_gate, d_w_up = _backward_in_place(*operands)
+  else:
+    rows, d_w_gate, d_w_up = _backward_by_copies(*operands)
+
+  matmul = functools.partial(mlp.product, static.mlp, sizes=group_sizes, transpose_rhs=True)
+  d_x = matmul(rows.d_gate, w_gate) + matmul(rows.d_up, w_up)
+  d_w_down = mlp.weights_gradient(static.mlp, rows.hidden, d_out, w_down, group_sizes)
+  is_in_group = jnp.arange(m, dtype=jnp.int32) < jnp.sum(group_sizes, dtype=jnp.int32)
+  d_x = jnp.where(is_in_group[:, None], d_x, jnp.zeros_like(d_x))
+  d_row_weights, d_group_rows = rows.of_beside
+  if d_row_weights is not None:
+    d_row_weights = jnp.where(is_in_group, d_row_weights, 0)
+  return d_stash, d_x, d_w_gate, d_w_up, d_w_down, None, Beside(d_row_weights, d_group_rows)
+
+
+def _backward_in_place(static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside):
+  """Returns (`Gradients`, d_w_gate, d_w_up)."""
+  k, n = w_gate.shape[1:]
+  gate, up, *of_x = static.buffers(contents, k, n)
+  backward = functools.partial(mlp.hidden_backward, static.mlp, d_out, w_down, group_sizes, beside)
+  if static.keep_x:
+    rows = backward((gate, up), _place(slot))
+    operands = *of_x, (rows.d_gate, rows.d_up), (w_gate, w_up), group_sizes, _place(slot)
+    return rows, *mlp.weights_gradients_in_place(static.mlp, *operands)
+
+  def make_again():
+    m, everything = x.shape[0], Place(*map(jnp.int32, (0, x.shape[0], 0)))
+    fresh = tuple(empty((m, buffer.shape[1]), buffer.dtype) for buffer in (gate, up))
+    made_of = x, w_gate, w_up, group_sizes, beside
+    _, *fresh = mlp.hidden_and_keep(static.mlp, *made_of, fresh, everything)
+    return backward(tuple(fresh), everything)
+
+  is_stored = slot.is_stored()[0]
+  rows = lax.cond(is_stored, lambda: backward((gate, up), _place(slot)), make_again)
+  return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)
+
+
+def _backward_by_copies(
+  static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+):
+  """Returns what `_backward_in_place` does."""
+  order = static.order(contents, *w_gate.shape[1:])
+  ragged = RaggedRows(group_sizes, d_out.shape[0])
+
+  def read():
+    restored = read_rows(contents, slot, ragged, slot.is_stored(), static.mlp.implementation)
+    return tuple(restored[index] for index in order)
+
+  if static.keep_x:
+    gate, up, x = read()
+  else:
+    make_again = lambda: mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
+    gate, up = lax.cond(slot.is_stored()[0], read, make_again)
+  d_hidden = mlp.product(static.mlp, d_out, w_down, group_sizes, transpose_rhs=True)
+  rows = mlp.hidden_gradients(static.mlp, d_hidden, gate, up, group_sizes, beside)
+  return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)
+
+
+def _weights_gradients(static, rows, x, w_gate, w_up, group_sizes):
+  pairs = (rows.d_gate, w_gate), (rows.d_up, w_up)
+  return [mlp.weights_gradient(static.mlp, x, d, like, group_sizes) for d, like in pairs]
+
+
+def _place(slot):
+  return Place(jnp.zeros_like(slot.rows[0]), slot.rows[0], slot.start[0])
+
+
+def _check_shapes(x, w_gate, w_up, w_down, group_sizes, row_weights, group_rows):
+  if x.ndim != 2 or w_gate.ndim != 3 or w_down.ndim != 3:
+    raise ValueError(f"{x.shape=} must have rank 2, {w_gate.shape=} and {w_down.shape=} rank 3.")
+  (m, width), (groups, _, hidden) = x.shape, w_gate.shape
+  wanted = {
+    "w_gate": (w_gate, (groups, width, hidden)),
+    "w_up": (w_up, (groups, width, hidden)),
+    "w_down": (w_down, (groups, hidden, w_down.shape[-1])),
+    "group_sizes": (group_sizes, (groups,)),
+  }
+  beside = {"row_weights": (row_weights, (m,))} if row_weights is not None else {}
+  for index, rows in enumerate(group_rows):
+    beside[f"group_rows[{index}]"] = rows, (groups, hidden)
+  for name, (array, _) in beside.items():
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(f"{name} of dtype {array.dtype} must have a floating-point dtype.")
+  wanted |= beside
+  for name, (array, shape) in wanted.items():
+    if array.shape != shape:
+      raise ValueError(
+        f"{name} of shape {array.shape} must have shape {shape}, for {x.shape=} and"
+        f" {w_gate.shape=}."
+      )
+
+
+# They keep the shape of an array and are not elementwise all the same.
+_ACROSS = "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "gather", "rev", "sort"
+
+
+def _check_activation(activation, further):
+  """Raises a ValueError unless `activation` is elementwise and closes over no arrays."""
+  if not callable(activation):
+    raise ValueError(f"activation={describe(activation)} must be a function.")
+  chunk = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+  traced, out = jax.make_jaxpr(activation, return_shape=True)(*[chunk] * (2 + further))
+  if traced.consts:
+    found = ", ".join(map(describe, traced.consts))
+    raise ValueError(f"activation closes over arrays, {found}: pass them as group_rows.")
+  if not _is_array_of(out, chunk.shape):
+    raise ValueError(f"activation must return one array of floats, not {describe(out)}.")
+  for equation in _equations_in(traced.jaxpr):
+    shapes = {variable.aval.shape for variable in equation.outvars}
+    if not shapes <= {(), chunk.shape} or equation.primitive.name in _ACROSS:
+      raise ValueError(
+        f"activation must be elementwise, without {equation.primitive}"
+        f" ({summarize(equation.source_info)}): it is given parts of the rows."
+      )
+
+
+def _is_array_of(out, shape):
+  return (
+    isinstance(out, jax.ShapeDtypeStruct)
+    and out.shape == shape
+    and jnp.issubdtype(out.dtype, jnp.floating)
+  )
+
+
+def _equations_in(jaxpr):
+  """Yields the equations of a jaxpr that call no other, and of those that the rest call."""
+  for equation in jaxpr.eqns:
+    inner = list(jex.jaxprs_in_params(equation.params))
+    if not inner:
+      yield equation
+    for called in inner:
+      yield from _equations_in(called)
