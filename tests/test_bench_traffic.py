@@ -24,13 +24,13 @@ SIZES = [1000, 0, 1700, 1300]
 # Of v5p, as `make traffic` found them.
 CYCLES = {
   ("megablox", "gmm", True): 971_530,
-  ("megablox", "gmm", False): 971_503,
-  ("megablox", "tgmm", True): 1_071_525,
-  ("megablox", "tgmm", False): 1_227_827,
+  ("megablox", "gmm", False): 1_136_628,
+  ("megablox", "tgmm", True): 1_071_521,
+  ("megablox", "tgmm", False): 1_227_825,
   (cases.OURS, "gmm", True): 967_000,
   (cases.OURS, "tgmm", True): 1_070_000,
-  (cases.OURS, "gate_up", True): 1_960_606,
-  (cases.OURS, "gate_up_backward", True): 1_057_574,
+  (cases.OURS, "gate_up_weights", True): 1_972_728,
+  (cases.OURS, "gate_up_backward_weights", True): 1_082_165,
 }
 
 
@@ -40,14 +40,14 @@ def line_of(layer, keeps, way):
 
 
 def test_the_ways_of_deepseek_v3():
-  """16.4% of the matmuls saved plainly, 1.8% in place."""
+  """15.6% of the matmuls saved plainly, 1.8% in place: the figures of docs/deepseek-v3.md."""
   assert set(traffic.needed_cases("v5p", DEEPSEEK_V3)) == set(CYCLES)
   rows, milliseconds = traffic.rows_of("v5p", DEEPSEEK_V3, CYCLES)
-  assert milliseconds == pytest.approx(42.1, abs=0.1)
+  assert milliseconds == pytest.approx(44.3, abs=0.1)
   part = {(row["keeps"], row["way"]): round(100 * row["part_of_matmuls"], 1) for row in rows}
-  assert [part[account.X, way] for way in ("saved", "checkpoint", "gmm")] == [12.9, 5.7, 0.8]
+  assert [part[account.X, way] for way in ("saved", "checkpoint", "gmm")] == [12.3, 5.4, 0.8]
   ways = "saved", "checkpoint", "checkpoint, undefined padding", "grouped_mlp"
-  assert [part[account.MLP, way] for way in ways] == [16.4, 12.2, 10.8, 1.8]
+  assert [part[account.MLP, way] for way in ways] == [15.6, 11.6, 10.3, 1.8]
   lines = traffic.table_of(rows)
   assert len(lines) == 1 + len(rows) and all("GB" in line or "." in line for line in lines)
 

@@ -11,7 +11,7 @@ from bench.fit import gradient_step, imbalance, plot
 from bench.fit import main as fit
 from bench.fit.model_sizes import ModelSize, PRESETS
 from bench.tpu import aot
-from tests.helpers.checks import long, once
+from tests.helpers.checks import long
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 
@@ -26,7 +26,7 @@ SMALL = ModelSize(
 DEEPSEEK_V3 = PRESETS["deepseek-v3"]
 
 
-@pytest.mark.parametrize("choices", [once(CHOICES[:1]), long(CHOICES)])
+@pytest.mark.parametrize("choices", [long(CHOICES)])
 def test_small_model_keeps_the_promises(choices):
   def row(way, weights, residuals=fit.NONE):
     names = () if residuals == fit.NONE else tuple(residuals.split("+"))

@@ -139,7 +139,7 @@ EVERYTHING = {"is_weighted": True, "is_biased": True, "is_x_kept": True}
 @pytest.mark.parametrize(
   "sizes, options",
   [
-    once(RAGGED, {}),
+    long(RAGGED, {}),
     once(RAGGED, {"dtype": "bfloat16"} | EVERYTHING | AT_THE_END),
     once([3, 1, 0, 2], {"k": 192, "n": 192} | EVERYTHING | AT_THE_END),
     once(RAGGED, {"is_stored": False}),

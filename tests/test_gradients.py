@@ -83,7 +83,7 @@ def exact(rows):
   [
     pytest.param(*case, marks=[needs_devices(case[0]), *marks])
     for case, marks in [
-      ((1, "outside", False), [pytest.mark.once]),
+      ((1, "outside", False), [pytest.mark.long]),
       ((2, "inside", True), []),
       ((4, "outside", True), [pytest.mark.once]),
       ((1, "inside", True), [pytest.mark.long]),
@@ -99,7 +99,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 
 @pytest.mark.once
 @needs_devices(4)
-@pytest.mark.parametrize("capacity", [1, half, long(0), long(exact), long(AMPLE)])
+@pytest.mark.parametrize("capacity", [half, *map(long, (0, 1, exact, AMPLE))])
 def test_gradients_at_any_capacity(capacity):
   """By a program for each, compiled as a user would."""
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)

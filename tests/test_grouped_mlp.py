@@ -34,7 +34,7 @@ XLA, MOSAIC = IMPLEMENTATIONS
   [
     (None, "float32", {}),
     once(XLA, "bfloat16", {"keep_x": True}),
-    once(MOSAIC, "float32", {"keep_x": True}),
+    long(MOSAIC, "float32", {"keep_x": True}),
     once(MOSAIC, "bfloat16", {}),
     once(XLA, "float32", {"is_weighted": False, "is_biased": False}),
     long(MOSAIC, "float32", {"is_weighted": False, "is_biased": False}),
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_made_again(implementation):
     assert [int(x[0]) for x in made_again[2]] == [0, 0, 1, 0, 152]
 
 
-@pytest.mark.parametrize("implementation", [None, once(MOSAIC)])
+@pytest.mark.parametrize("implementation", [None, long(MOSAIC)])
 def test_nothing_is_left_to_make_x_again_from(implementation):
   args, d_out = operands()
   run = stashed(ROWS - 8, keep_x=True, implementation=implementation)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import pytest
 
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal, is_any_nan, needs_devices, once
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, once
 from tests.helpers.mlp import (
   assert_close,
   differentiate,
@@ -128,7 +128,7 @@ def in_shard_map(check_vma, is_inside, capacity):
 
 @needs_devices(DEVICES)
 @pytest.mark.once
-@pytest.mark.parametrize("capacity", [LAYERS * (ROWS + 1), ROWS + 1])
+@pytest.mark.parametrize("capacity", [long(LAYERS * (ROWS + 1)), ROWS + 1])
 def test_in_both_structures(capacity):
   """With types of what varies along the mesh, and without; where all rows fit, and where not."""
   expected = in_shard_map(False, True, LAYERS * (ROWS + 1))

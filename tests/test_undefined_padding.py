@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal, once
+from tests.helpers.checks import assert_trees_equal, long
 from tests.helpers.support import IMPLEMENTATIONS
 
 ROWS, WIDTH, HIDDEN, GROUPS = 64, 8, 16, 4
@@ -61,7 +61,7 @@ def gradients(padding, implementation, capacity):
 
 @pytest.mark.parametrize("capacity", CAPACITIES.values(), ids=CAPACITIES)
 @pytest.mark.parametrize(
-  "implementation", [i if i != "mosaic_interpret" else once(i) for i in IMPLEMENTATIONS]
+  "implementation", [i if i != "mosaic_interpret" else long(i) for i in IMPLEMENTATIONS]
 )
 def test_gradients_are_those_of_zero_padding(implementation, capacity):
   of_zero, of_undefined = (gradients(p, implementation, capacity) for p in ("zero", "undefined"))

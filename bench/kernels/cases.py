@@ -83,11 +83,11 @@ def full_cases():
 
 
 def check_cases():
-  """4096 rows of 7168 bfloat16; and the layout that costs most of its prefix, narrow bytes."""
+  """4096 rows of 7168 bfloat16; on v5p also what costs most of its prefix, narrow bytes."""
   for chip in BANDWIDTH:
     for kernel in KERNELS:
       yield make_case(chip, kernel, shape=(16_384, 7168))
-    if chip != "tpu7x":
+    if chip == "v5p":
       for kernel in "compact", "expand_undefined":
         for layout, offset in ("prefix", 0), ("ragged-128", 5):
           options = {"shape": (FEWER[0], 2048), "dtype": "int8", "offset": offset}
@@ -104,6 +104,7 @@ def sweep_cases():
           yield make_case(chip, kernel, layout, **options)
 
 
+NO_ESTIMATE = "tpu7x", "gate_up_backward"  # On which the estimator aborts; not with row weights.
 # What replaces how many of which matmul of megablox, each from width to hidden width.
 MLP_KERNELS = {
   "gate_up": ("gmm", 2),
@@ -131,7 +132,7 @@ def grouped_cases():
     for matmul in "gmm", "gmm_transposed":
       yield of_megablox(case | sizes | {"kernel": matmul})
       for kernel, (replaced, _) in MLP_KERNELS.items():
-        if replaced == matmul:
+        if replaced == matmul and (chip, kernel) != NO_ESTIMATE:
           yield case | sizes | {"kernel": kernel}
 
 

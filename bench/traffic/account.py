@@ -66,7 +66,7 @@ def lines_of(layer: Layer) -> list[Line]:
   of_x = lambda rows: rows * layer.width * ITEMSIZE
   of_mlp = lambda rows: rows * layer.hidden * ITEMSIZE
   between = of_mlp(2 * n + 3 * worst + n + 6 * worst)
-  in_mlp = {"gate_up": ("gmm", 2), "gate_up_backward": ("gmm", 1)}
+  in_mlp = {"gate_up_weights": ("gmm", 2), "gate_up_backward_weights": ("gmm", 1)}
   return [
     Line(X, "saved", of_x(4 * worst)),
     Line(X, "offloaded", of_x(2 * worst), of_x(2 * worst)),

@@ -1,9 +1,9 @@
 """Which tests `.ci/run` runs on which of its two Pythons, `--share=default` and `--share=newest`.
 
-- A test that is marked `once` is alike with every jax, and runs on one of them.
+- What is marked `both` runs on both: it leans on what differs from one jax to the next.
 - A test of several values runs on both, with every other value on each; where it has several
   parameters, as the squares of a chessboard, so that each jax runs every value of each.
-- All else, and what is marked `both`, runs on both.
+- All else, and each value of what is marked `once`, alike with every jax, runs on one of them.
 
 Without `--share` everything runs: `make test` and `make test-long`.
 """
@@ -28,14 +28,15 @@ def share_of(items, share):
   pythons = {}
   for values in tests.values():
     colors = colors_of(filter(is_shared, values))
-    if len(set(colors.values())) == 2:  # Otherwise one Python would not run this test at all.
-      pythons |= {item: {SHARES[color]} for item, color in colors.items()}
+    if len(set(colors.values())) < 2:  # Otherwise one Python would not run this test at all.
+      colors = {}
     for item in values:
-      if item.get_closest_marker("once"):
-        # By name, as one Python may have tests that the other has not.
-        is_default = zlib.crc32(item.nodeid.encode()) % 100 < PERCENT_ON_DEFAULT
-        pythons[item] = {SHARES[is_default]}
-  return [item for item in items if share in pythons.get(item, SHARES)]
+      # By name, as one Python may have tests that the other has not.
+      is_default = zlib.crc32(item.nodeid.encode()) % 100 < PERCENT_ON_DEFAULT
+      pythons[item] = {SHARES[colors.get(item, is_default)]}
+      if item.get_closest_marker("both"):
+        pythons[item] = set(SHARES)
+  return [item for item in items if share in pythons[item]]
 
 
 def is_shared(item):
