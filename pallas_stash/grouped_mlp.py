@@ -18,10 +18,10 @@ from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
 from pallas_stash.kernels import gate_up, Implementation, mlp
-from pallas_stash.kernels.activation import Beside
+from pallas_stash.kernels.activation import Beside, wide
 from pallas_stash.kernels.megablox import Megablox
 from pallas_stash.kernels.visits import Place
-from pallas_stash.ragged import RaggedRows
+from pallas_stash.ragged import as_int32, RaggedRows
 from pallas_stash.stash import check_push, read_rows, Stash, take_rows
 from pallas_stash.storage import match_residuals
 from pallas_stash.varying import empty, vary_alike
@@ -104,7 +104,7 @@ def grouped_mlp(
   w_gate, w_up, w_down = (
     as_array(name, w) for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down))
   )
-  group_sizes = as_groups("group_sizes", group_sizes)
+  group_sizes = as_int32(as_groups("group_sizes", group_sizes))
   group_rows = as_list("group_rows", group_rows, "arrays")
   group_rows = [as_array(f"group_rows[{i}]", rows) for i, rows in enumerate(group_rows)]
   if row_weights is not None:
@@ -112,13 +112,14 @@ def grouped_mlp(
   _check_shapes(x, w_gate, w_up, w_down, group_sizes, row_weights, group_rows)
   _check_activation(activation, len(group_rows))
 
-  as_float = lambda array: array.astype(jnp.float32)
+  as_float = lambda array: array.astype(wide(x.dtype))
   beside = Beside(
     None if row_weights is None else as_float(row_weights), tuple(map(as_float, group_rows))
   )
-  tiling = tuple(tiling) if isinstance(tiling, list) else tiling
-  matmuls = Megablox(x.dtype, tiling, False, implementation == "mosaic_interpret")
-  static = _Static(mlp.Mlp(activation, matmuls, implementation), bool(keep_x), axis_name)
+  as_static = lambda value: tuple(value) if isinstance(value, list) else value
+  matmuls = Megablox(x.dtype, as_static(tiling), False, implementation == "mosaic_interpret")
+  of_mlp = mlp.Mlp(activation, matmuls, implementation)
+  static = _Static(of_mlp, bool(keep_x), as_static(axis_name))
   operands = vary_alike(stash, x, w_gate, w_up, w_down, group_sizes, beside)
   stashed = with_rules(_primal, _forward, _backward, nondiff_argnums=(0,))
   out, stash = stashed(static, *operands)

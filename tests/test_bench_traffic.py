@@ -7,12 +7,11 @@ import pytest
 from bench.fit.model_sizes import PRESETS
 from bench.kernels import cases
 from bench.kernels.traffic import dma_rows, make_layout
-from bench.traffic import account
-from bench.traffic import main as traffic
+from bench.traffic import account, table
 from pallas_stash.kernels.tiling import choose_tiling
 from pallas_stash.kernels.visits import Place, Visits
 
-DEEPSEEK_V3 = traffic.layer_of(PRESETS["deepseek-v3"])
+DEEPSEEK_V3 = table.layer_of(PRESETS["deepseek-v3"])
 SMALL = account.Layer(rows=4000, worst_case_rows=16_384, width=1024, hidden=512)
 TILE_ROWS = 128
 UNDEFINED_OR_NOT = {
@@ -41,14 +40,14 @@ def line_of(layer, keeps, way):
 
 def test_the_ways_of_deepseek_v3():
   """15.6% of the matmuls saved plainly, 1.8% in place: the figures of docs/deepseek-v3.md."""
-  assert set(traffic.needed_cases("v5p", DEEPSEEK_V3)) == set(CYCLES)
-  rows, milliseconds = traffic.rows_of("v5p", DEEPSEEK_V3, CYCLES)
+  assert set(table.needed_cases("v5p", DEEPSEEK_V3)) == set(CYCLES)
+  rows, milliseconds = table.rows_of("v5p", DEEPSEEK_V3, CYCLES)
   assert milliseconds == pytest.approx(44.3, abs=0.1)
   part = {(row["keeps"], row["way"]): round(100 * row["part_of_matmuls"], 1) for row in rows}
   assert [part[account.X, way] for way in ("saved", "checkpoint", "gmm")] == [12.3, 5.4, 0.8]
   ways = "saved", "checkpoint", "checkpoint, undefined padding", "grouped_mlp"
   assert [part[account.MLP, way] for way in ways] == [15.6, 11.6, 10.3, 1.8]
-  lines = traffic.table_of(rows)
+  lines = table.lines_of(rows)
   assert len(lines) == 1 + len(rows) and all("GB" in line or "." in line for line in lines)
 
 

@@ -60,6 +60,23 @@ def test_gradients_are_those_of_plain_operations(implementation, dtype, options)
   assert [int(x[0]) for x in actual[2]] == [152, 152, 0, 0, 152]
 
 
+@pytest.mark.once
+@pytest.mark.parametrize(
+  "of_rows, of_weights", [("bfloat16", "float32"), ("float16", "float16"), ("float64", "float64")]
+)
+def test_other_dtypes(of_rows, of_weights):
+  """On this platform; gradients of each operand have its dtype."""
+  with jax.enable_x64(of_rows == "float64"):
+    (x, *matrices, row_weights, gate_bias, up_bias), d_out = operands(of_rows)
+    args = x, *(matrix.astype(of_weights) for matrix in matrices), row_weights, gate_bias, up_bias
+    _, gradients, _ = differentiate(stashed(implementation=XLA), args, d_out)
+    as_float = lambda tree: jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
+    _, expected, _ = differentiate(stashed(implementation=XLA), as_float(args), as_float(d_out))
+    assert [g.dtype for g in gradients] == [arg.dtype for arg in args]
+    tolerance = {"float64": "float32"}.get(of_rows, "bfloat16")
+    assert_close(gradients, expected, tolerance)
+
+
 @pytest.mark.parametrize("implementation", [None, once(MOSAIC)])
 def test_what_does_not_fit_is_made_again(implementation):
   """With the same bits: from `x`, which is an argument."""

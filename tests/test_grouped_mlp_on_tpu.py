@@ -5,6 +5,8 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import pytest
 
 from bench.tpu import aot
@@ -90,6 +92,55 @@ def test_a_replay_makes_hidden_rows_again_without_the_stash():
   compiled = aot.compile(gradients, *aot.place(args, aot.mesh("v5p")))
   assert compiled.kernels(is_conditional=False) == {"stash_gate_up": 2}
   assert is_in_place(compiled, struct((CAPACITY, HIDDEN), args[1].dtype))
+
+
+RING = 4
+
+
+@pytest.mark.parametrize("is_inside", [once(True), long(False)])
+def test_where_types_say_what_varies(is_inside):
+  """With `check_vma`, on four devices: the scan inside of `shard_map`, or around it."""
+  mesh, ((*matrices, row_weights, sizes), x) = aot.mesh("v5p", RING), arguments()
+  weights, specs = (*matrices, row_weights, sizes), [struct((HIDDEN,), x.dtype)] * 2
+  of_rows, of_weights = P("expert"), (P(), P(), P(), P(None, "expert"), P(None, "expert"))
+  on_devices = functools.partial(jax.shard_map, mesh=mesh, check_vma=True)
+
+  def layer(carry, weights):
+    x, stash = carry
+    *matrices, row_weights, sizes = weights
+    options = {"row_weights": row_weights, "tiling": (TILE, TILE, TILE), "axis_name": "expert"}
+    out, stash = ps.grouped_mlp(stash, x, *matrices, sizes, **options)
+    is_in_group = jnp.arange(ROWS, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
+    return (x + jnp.where(is_in_group[:, None], out, 0), stash), None
+
+  def ring_loss(weights, x):
+    if is_inside:
+
+      def device_loss(weights, x):
+        stash = lax.pcast(ps.Stash.empty(CAPACITY, specs), "expert", to="varying")
+        return ps.seal(*lax.scan(jax.checkpoint(layer, policy=SAVE_SLOTS), (x, stash), weights)[0])
+
+      out = on_devices(device_loss, in_specs=(of_weights, of_rows), out_specs=of_rows)(weights, x)
+    else:
+      stash = ps.Stash.empty(CAPACITY, specs, RING)
+      place = lambda leaf: lax.with_sharding_constraint(leaf, NamedSharding(mesh, of_rows))
+      carry, of_layer = (of_rows, of_rows), (P(), P(), P(), of_rows, of_rows)
+      run = on_devices(lambda *args: layer(*args)[0], in_specs=(carry, of_layer), out_specs=carry)
+      step = jax.checkpoint(lambda *args: (run(*args), None), policy=SAVE_SLOTS)
+      out = ps.seal(*lax.scan(step, (x, jax.tree.map(place, stash)), weights)[0])
+    return jnp.sum(out, dtype=jnp.float32)
+
+  of_all = lambda leaf, axis: struct(
+    tuple(size * RING if i == axis else size for i, size in enumerate(leaf.shape)), leaf.dtype
+  )
+  weights = *matrices, of_all(row_weights, 1), of_all(sizes, 1)
+  args = aot.place((weights, of_all(x, 0)), mesh, (of_weights, of_rows))
+  compiled = aot.compile(jax.grad(ring_loss, allow_int=True), *args)
+  # Megablox does not say along which axes its results vary.
+  megablox = {"stash_gmm": 3, "stash_tgmm": 3}
+  assert compiled.kernels(is_conditional=False) == {"stash_gate_up": 1} | megablox
+  assert compiled.kernels(is_conditional=True)["stash_gate_up_backward"] == 2
+  assert is_in_place(compiled, struct((CAPACITY, HIDDEN), x.dtype))
 
 
 def lowered(**options):

@@ -22,19 +22,24 @@ class Beside(NamedTuple):
   """What hidden rows are made of beside their products.
 
   Attributes:
-    row_weights: float32[m], by which they are multiplied, or None.
-    group_rows: a float32[groups, n] for each further argument of the activation.
+    row_weights: `wide` [m], by which they are multiplied, or None.
+    group_rows: a `wide` [groups, n] for each further argument of the activation.
   """
 
   row_weights: jax.Array | None
   group_rows: tuple[jax.Array, ...]
 
 
+def wide(*dtypes: Any) -> Any:
+  """Returns the dtype to compute in: float32, or float64 if any of `dtypes` is."""
+  return jnp.dtype(jnp.float64 if jnp.dtype("float64") in dtypes else jnp.float32)
+
+
 def activate(
   activation: Activation, gate: jax.Array, up: jax.Array, weights: Any, group_rows: Sequence[Any]
 ) -> jax.Array:
-  """Returns the hidden rows, float32, of products; `weights` are broadcast to them, or None."""
-  hidden = activation(gate.astype(jnp.float32), up.astype(jnp.float32), *group_rows)
+  """Returns the hidden rows, `wide`, of products; `weights` are broadcast to them, or None."""
+  hidden = activation(*(x.astype(wide(gate.dtype)) for x in (gate, up)), *group_rows)
   return hidden if weights is None else hidden * weights
 
 
@@ -46,8 +51,8 @@ def activate_backward(
   weights: Any,
   group_rows: Sequence[Any],
 ) -> tuple[Any, ...]:
-  """Returns (d_gate, d_up, hidden, d_weights or None, d_group_rows) of each element, float32."""
-  d_hidden, gate, up = (x.astype(jnp.float32) for x in (d_hidden, gate, up))
+  """Returns (d_gate, d_up, hidden, d_weights or None, d_group_rows) of each element, `wide`."""
+  d_hidden, gate, up = (x.astype(wide(gate.dtype)) for x in (d_hidden, gate, up))
   hidden, vjp = jax.vjp(activation, gate, up, *group_rows)
   d_weights = None
   if weights is not None:

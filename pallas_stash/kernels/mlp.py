@@ -15,12 +15,13 @@ import jax.numpy as jnp
 
 from pallas_stash import kernels
 from pallas_stash.kernels import dispatch, gate_up, gate_up_backward, grouped
-from pallas_stash.kernels.activation import activate, activate_backward, Activation, Beside
+from pallas_stash.kernels.activation import activate, activate_backward, Activation, Beside, wide
 from pallas_stash.kernels.gate_up_backward import Gradients
 from pallas_stash.kernels.megablox import Megablox
-from pallas_stash.kernels.visits import Place
+from pallas_stash.kernels.tiling import LANES, round_up
+from pallas_stash.kernels.visits import ALIGN, Place
 from pallas_stash.ragged import CopyRuns
-from pallas_stash.varying import vary_alike
+from pallas_stash.varying import empty, vary_alike, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +154,25 @@ def _by_row(beside, sizes, total_rows):
 
 def _product_by_xla(mlp, lhs, rhs, sizes, *, transpose_rhs):
   rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
-  out = lax.ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float32)
-  return (out.astype(lhs.dtype),)
+  return (_ragged_dot(lhs, rhs, sizes).astype(lhs.dtype),)
+
+
+def _ragged_dot(lhs, rhs, sizes):
+  dtypes = lhs.dtype, rhs.dtype
+  dtype = lhs.dtype if len(set(dtypes)) == 1 else wide(*dtypes)
+  options = {"preferred_element_type": wide(dtype)}
+  return lax.ragged_dot(lhs.astype(dtype), rhs.astype(dtype), sizes, **options)
 
 
 def _product_on_tpu(mlp, lhs, rhs, sizes, *, transpose_rhs):
-  return (dataclasses.replace(mlp.options, transpose_rhs=transpose_rhs)(lhs, rhs, sizes, None),)
+  options = dataclasses.replace(mlp.options, transpose_rhs=transpose_rhs)
+  if not varying_axes((lhs, rhs, sizes)):
+    return (options(lhs, rhs, sizes, None),)
+  # Megablox does not say along which mesh axes its result varies. With nothing to keep, ours does
+  # the same.
+  nothing = empty((ALIGN, round_up(lhs.shape[1], LANES)), lhs.dtype), sizes, jnp.int32(0)
+  operands = vary_alike(lhs, rhs, *nothing, Place(*map(jnp.int32, (0, 0, -1))))
+  return grouped.gmm_and_keep(*operands, options=options)[:1]
 
 
 def _product_results(mlp, lhs, rhs, sizes, *, transpose_rhs):
@@ -169,15 +183,19 @@ def _product_results(mlp, lhs, rhs, sizes, *, transpose_rhs):
 def _weights_gradient_by_xla(mlp, lhs, d_out, like, sizes):
   is_in_group = (_group_of_rows(sizes, lhs.shape[0]) < sizes.shape[0])[:, None]
   in_group = lambda rows: jnp.where(is_in_group, rows, jnp.zeros_like(rows))
-  multiply = lambda rhs: lax.ragged_dot(
-    in_group(lhs), rhs, sizes, preferred_element_type=jnp.float32
-  )
-  (gradient,) = jax.linear_transpose(multiply, like)(in_group(d_out).astype(jnp.float32))
-  return (gradient,)
+  multiply = lambda rhs: _ragged_dot(in_group(lhs), rhs, sizes)
+  dtype = jax.eval_shape(multiply, like).dtype
+  return tuple(jax.linear_transpose(multiply, like)(in_group(d_out).astype(dtype)))
 
 
 def _weights_gradient_on_tpu(mlp, lhs, d_out, like, sizes):
-  return (mlp.options.gradient("rhs", d_out, lhs, like, sizes, None),)
+  shape, dtypes = (*lhs.shape, d_out.shape[1]), (lhs.dtype, d_out.dtype, like.dtype)
+  tiles = mlp.options.tiles(*shape)
+  if not (varying_axes((lhs, d_out)) and grouped.fits(shape, lhs, dtypes, tiles)):
+    return (mlp.options.gradient("rhs", d_out, lhs, like, sizes, None),)
+  everything = Place(*map(jnp.int32, (0, lhs.shape[0], 0)))  # As if it lay in a stash.
+  operands = vary_alike(lhs, (d_out,), (like,), sizes, everything)
+  return _in_place_on_tpu(mlp, *operands)
 
 
 def _weights_gradient_results(mlp, lhs, d_out, like, sizes):
@@ -243,8 +261,8 @@ def _backward_on_tpu(mlp, *operands, **how):
 def _backward_results(mlp, d_out, w_down, sizes, beside, stashes, place):
   del sizes, stashes, place
   rows = d_out.update(shape=(d_out.shape[0], w_down.shape[1]), weak_type=False)
-  as_float = lambda x: x.update(dtype=jnp.dtype(jnp.float32), weak_type=False)
-  return [rows, rows, rows, *map(as_float, jax.tree.leaves(beside))]
+  of_beside = (x.update(weak_type=False) for x in jax.tree.leaves(beside))
+  return [rows, rows, rows, *of_beside]
 
 
 def _load(stash, place, total_rows, width):
@@ -283,7 +301,7 @@ def _run(primitive, mlp, operands, **params):
   return jax.custom_batching.sequential_vmap(one)(*leaves)
 
 
-@functools.cache
+@functools.lru_cache  # Not all: activations may be made anew for each call.
 def _traced(function, mlp, tree, params):
   return jax.jit(lambda *leaves: function(mlp, *jax.tree.unflatten(tree, leaves), **dict(params)))
 
