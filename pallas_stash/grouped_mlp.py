@@ -182,7 +182,12 @@ def _forward(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
     gate, up = mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
     hidden = mlp.hidden_of(static.mlp, gate, up, group_sizes, beside)
     options = {"axis_name": static.axis_name, "implementation": static.mlp.implementation}
-    stash, slot = stash.push([gate, up, *[x] * static.keep_x], ragged, **options)
+    values = [gate, up, *[x] * static.keep_x]
+    if debugging.is_debugging():
+      # Whatever padding holds is right here, and is not to be spoken of.
+      is_in_group = ragged.is_in_group()[:, None]
+      values = [jnp.where(is_in_group, value, jnp.zeros_like(value)) for value in values]
+    stash, slot = stash.push(values, ragged, **options)
   out = mlp.product(static.mlp, hidden, w_down, group_sizes)
   saved_x = None if static.keep_x else x
   return (out, stash), (name_slot(slot), saved_x, w_gate, w_up, w_down, group_sizes, beside)

@@ -23,6 +23,7 @@ INTERPRETED = dataclasses.replace(
 )
 
 
+@pytest.mark.long
 def test_every_step_runs_here(capsys):
   assert chip.run(list(steps.STEPS), steps.SMALL) == []
   printed = capsys.readouterr().out
@@ -31,12 +32,14 @@ def test_every_step_runs_here(capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["bits", "many_calls", "large", "matmuls"])
+@pytest.mark.parametrize("name", ["bits", "many_calls", "large", "matmuls", "mlp"])
 def test_steps_with_the_interpreted_kernels(name):
   assert chip.run([name], INTERPRETED) == []
 
 
-@pytest.mark.parametrize("name", ["bits", "cores", "many_calls", "large", "gradients", "matmuls"])
+@pytest.mark.parametrize(
+  "name", ["bits", "cores", "many_calls", "large", "gradients", "matmuls", "mlp"]
+)
 def test_a_step_sees_rows_that_are_wrong(name, monkeypatch, capsys):
   """A row that is not written of each group; and gradients of a stash that is never sealed."""
 

@@ -66,7 +66,7 @@ def count_dma_rows(layout, kernel, tiling, monkeypatch):
 
 
 @pytest.mark.skipif(ON_TPU, reason="counts the DMAs of interpreted kernels")
-@pytest.mark.parametrize("kernel", [long(k) if k == "expand" else k for k in KERNELS])
+@pytest.mark.parametrize("kernel", [k if k == "compact" else long(k) for k in KERNELS])
 @pytest.mark.parametrize(
   "name, start",
   [

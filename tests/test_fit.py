@@ -58,6 +58,7 @@ def step(way, residuals, topology="v5p:8x8x4"):
   return gradient_step.Step(DEEPSEEK_V3, topology, way, names, residuals != "mlpwo")
 
 
+@pytest.mark.long
 def test_saving_deepseek_v3_is_refused():
   row = gradient_step.compile_step(step("save", CHOICES[0]))
   assert not row["fits"]

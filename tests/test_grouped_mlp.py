@@ -77,7 +77,7 @@ def test_other_dtypes(of_rows, of_weights):
     assert_close(gradients, expected, tolerance)
 
 
-@pytest.mark.parametrize("implementation", [None, once(MOSAIC)])
+@pytest.mark.parametrize("implementation", [None, long(MOSAIC)])
 def test_what_does_not_fit_is_made_again(implementation):
   """With the same bits: from `x`, which is an argument."""
   args, d_out = operands()

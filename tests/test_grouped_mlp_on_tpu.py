@@ -11,6 +11,9 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
+from pallas_stash.kernels import gate_up, gate_up_backward, megablox
+from pallas_stash.kernels.activation import Beside
+from pallas_stash.kernels.visits import Place
 from tests.helpers.checks import long, once
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
@@ -48,9 +51,8 @@ def arguments(dtype="bfloat16"):
   "chip, options",
   [
     pytest.param("v5p", {"is_weighted": True}, marks=pytest.mark.both),
-    once("v5e", {"dtype": "float32", "keep_x": True}),
-    once("v6e", {"tiling": (512, 1024, 1024)}),
-    once("tpu7x", {"dtype": "float32"}),
+    long("v6e", {"tiling": (512, 1024, 1024)}),
+    long("tpu7x", {"dtype": "float32"}),
     *(long(chip, {"is_weighted": True, "keep_x": True}) for chip in CHIPS),
   ],
 )
@@ -84,7 +86,7 @@ def is_in_place(compiled, buffer):
   return not compiled.copies(buffer) and not any(shape in x for x in compiled.outside_hbm())
 
 
-@pytest.mark.both
+@pytest.mark.once
 def test_a_replay_makes_hidden_rows_again_without_the_stash():
   """Of a layer whose backward pass needs what the experts return."""
   args = arguments()
@@ -92,6 +94,30 @@ def test_a_replay_makes_hidden_rows_again_without_the_stash():
   compiled = aot.compile(gradients, *aot.place(args, aot.mesh("v5p")))
   assert compiled.kernels(is_conditional=False) == {"stash_gate_up": 2}
   assert is_in_place(compiled, struct((CAPACITY, HIDDEN), args[1].dtype))
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("dtype", [once("float32"), long("bfloat16")])
+def test_the_kernels_compile(chip, dtype):
+  """Alone, with all that they take, and widths that are no multiples of a tile."""
+  k, n = WIDTH - 64, HIDDEN - 64
+  options = megablox.Megablox(jnp.dtype(dtype), (TILE, 2 * TILE, 2 * TILE), False, False)
+  static = {"activation": lambda gate, up, bias: jax.nn.silu(gate) * up + bias, "options": options}
+
+  def both(x, w_gate, w_up, w_down, stashes, beside, sizes, place):
+    hidden, *kept = gate_up.forward(x, w_gate, w_up, sizes, beside, stashes, place, **static)
+    back = gate_up_backward.backward(x, w_down, sizes, beside, kept[:2], place, **static)
+    return hidden, back, kept
+
+  array = lambda *shape: struct(shape, dtype)
+  stashes = [array(CAPACITY, HIDDEN), array(CAPACITY, HIDDEN), array(CAPACITY, WIDTH)]
+  matrices = array(GROUPS, k, n), array(GROUPS, k, n), array(GROUPS, n, k)
+  beside = Beside(struct((ROWS,), jnp.float32), (struct((GROUPS, n), jnp.float32),))
+  scalars = struct((GROUPS,), jnp.int32), Place(*[struct((), jnp.int32)] * 3)
+  args = aot.place((array(ROWS, k), *matrices, stashes, beside, *scalars), aot.mesh(chip))
+  compiled = aot.compile(both, *args, donate_argnums=4)
+  assert compiled.kernels() == {"stash_gate_up": 1, "stash_gate_up_backward": 1}
+  assert is_in_place(compiled, stashes[0])
 
 
 RING = 4

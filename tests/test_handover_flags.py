@@ -95,7 +95,8 @@ def scanned_plainly(base):
   "flags, base, wrap",
   [
     *((FLAGS, layer, wrap) for wrap in WRAPS),
-    *((FLAGS, base, "slot") for base in (with_gmm, with_gmm_in_place, with_mlp)),
+    (FLAGS, with_gmm, "slot"),
+    *(long(FLAGS, base, "slot") for base in (with_gmm_in_place, with_mlp)),
     *((flags, layer, "slot") for flags in (FLAGS[:1], FLAGS[1:])),
     *((FLAGS[:1], base, "slot") for base in (with_gmm_in_place, with_mlp)),
     *(

@@ -15,7 +15,7 @@ import pytest
 from pallas_stash import kernels, RaggedRows
 from pallas_stash.kernels import xla
 from pallas_stash.ragged import CopyRuns
-from tests.helpers.checks import once
+from tests.helpers.checks import long, once
 from tests.helpers.kernel_check import (
   check,
   copy_runs,
@@ -79,7 +79,7 @@ def test_sampled(implementation, case, dtype):
 
 @pytest.mark.parametrize(
   "implementation, groups",
-  [(XLA, 6), once(MOSAIC, 3), long_if_interpreted(MOSAIC, 6)],
+  [(XLA, 6), *(long_if_interpreted(MOSAIC, groups) for groups in (3, 6))],
 )
 def test_all_patterns_of_empty_groups(implementation, groups):
   sizes, starts = np.array([3, 1, 8, 5, 2, 3][:groups]), [29, 0, 12, 1, 24, 6][:groups]
@@ -171,9 +171,9 @@ def test_few_rows_are_gathered_only_where_there_are_few():
   "start, change",
   [
     (0, {"num_cores_or_threads": 2}),
-    (5, {"num_cores_or_threads": 2}),
+    long(5, {"num_cores_or_threads": 2}),
     # A DMA that no one waits for then leaves its semaphore raised, which `no_races` reports.
-    (5, {"dma_execution_mode": "eager"}),
+    long(5, {"dma_execution_mode": "eager"}),
   ],
 )
 def test_other_ways_to_interpret(start, change):

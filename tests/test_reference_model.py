@@ -131,6 +131,7 @@ def test_bfloat16():
   assert loss == pytest.approx(math.log(256), rel=0.02)
 
 
+@pytest.mark.long
 def test_trains_from_a_uniform_guess():
   params, optimizer = params_of(CONFIG), optax.adam(1e-2)
   text = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 3, np.uint8)

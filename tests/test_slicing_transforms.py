@@ -84,8 +84,8 @@ def test_gradient_of_each_is_the_other(implementation):
     assert not np.isnan(d_sliced).any()
 
 
-# To interpret its hundreds of kernels takes a minute.
-@pytest.mark.once
+# To interpret its hundreds of kernels takes a minute, to compile them by XLA a few seconds.
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", COMPILED)
 def test_numerical_gradients(implementation):
   groups = np.int32(30), SIZES, STARTS

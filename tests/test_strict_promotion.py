@@ -117,8 +117,8 @@ def parameters():
   for case in PROGRAMS:
     if "mosaic" in case or ", kernels" in case:  # To trace an interpreted kernel twice takes long.
       yield long_if_interpreted(case, BACKEND)
-    elif case == "gradients, recomputed":
-      yield long(case, BACKEND)  # The same with another capacity: both branches are always traced.
+    elif case in ("gradients, recomputed", "push"):
+      yield long(case, BACKEND)  # Others have all that these trace.
     elif case not in ("gmm", "pair"):
       yield case, BACKEND
   yield from ((case, "tpu") for case in ("gradients", "pair"))

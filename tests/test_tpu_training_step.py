@@ -165,7 +165,7 @@ STEPS = [
   pytest.param(*case, marks=marks, id=f"{case[0]}-{case[3].__name__}-{case[2]}")
   for case, marks in [
     (("v5e", SMALL, False, shard_map_in_scan), pytest.mark.long),
-    (("v5p", SMALL, False, shard_map_in_scan), pytest.mark.once),
+    (("v5p", SMALL, False, shard_map_in_scan), pytest.mark.long),
     (("v6e", RAGGED_DOT, True, scan_in_shard_map), ()),
     (("tpu7x", SMALL, False, shard_map_in_scan), pytest.mark.long),
   ]

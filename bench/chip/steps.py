@@ -9,11 +9,10 @@ from typing import Any
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox_gmm
 import jax.numpy as jnp
 import numpy as np
 
-from bench.chip import copies
+from bench.chip import copies, matmuls
 from bench.chip.copies import assert_same_bits, slice_, update
 from bench.kernels import wall
 from bench.kernels.cases import BANDWIDTH
@@ -169,50 +168,9 @@ def gradients(scale):
     worst = {}
     for name, capacity in ("ample", 104 * layers), ("half", 52 * layers):
       actual = gradient(weights, x, capacity)
-      worst[name] = max(map(_relative_difference, actual, expected))
+      worst[name] = max(map(matmuls.relative_difference, actual, expected))
   assert max(worst.values()) < 1e-5, worst
   return "largest relative difference " + ", ".join(f"{n} {w:.1e}" for n, w in worst.items())
-
-
-def matmuls(scale):
-  """Grouped matmuls that write and read the stash in place, beside those of megablox."""
-  width, tiling, differences = scale.model_width, (64, 128, 128), {}
-  sizes = jnp.array([50, 5, 71, 30], jnp.int32)
-  rng = np.random.default_rng(4)
-  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-  # Of four groups and of two; behind the rows there is no room for a tile, nor in front of them.
-  for offset, groups, capacity in (0, 4, 160), (1, 2, 80):
-    lhs, rhs, d_out = normal(256, width), normal(groups, width, width), normal(256, width)
-    first, last = int(sizes[:offset].sum()), int(sizes[: offset + groups].sum())
-    is_in_group = ((jnp.arange(256) >= first) & (jnp.arange(256) < last))[:, None]
-    options = jnp.float32, tiling, jnp.int32(offset)
-
-    def stashing(lhs, rhs, options=options, capacity=capacity):
-      stash = ps.Stash.empty(capacity, [jax.ShapeDtypeStruct((width,), lhs.dtype)])
-      how = {"interpret": not scale.is_tpu, "implementation": scale.implementation}
-      return ps.seal(*ps.gmm(stash, lhs, rhs, sizes, *options, **how))
-
-    def saving(lhs, rhs, options=options):
-      return megablox_gmm(lhs, rhs, sizes, *options, None, False, not scale.is_tpu)
-
-    def run(multiply, lhs, rhs, d_out, is_in_group=is_in_group):
-      out, vjp = jax.vjp(multiply, lhs, rhs)
-      d_lhs, d_rhs = vjp(jnp.where(is_in_group, d_out, 0))
-      return jnp.where(is_in_group, out, 0), jnp.where(is_in_group, d_lhs, 0), d_rhs
-
-    actual, expected = (
-      jax.jit(functools.partial(run, multiply))(lhs, rhs, d_out) for multiply in (stashing, saving)
-    )
-    differences[f"{groups} groups"] = max(map(_relative_difference, actual, expected))
-  assert max(differences.values()) < 1e-5, differences
-  found = ", ".join(f"{name} {value:.1e}" for name, value in differences.items())
-  return f"largest relative difference {found}"
-
-
-def _relative_difference(actual, expected):
-  largest = float(jnp.max(jnp.abs(expected)))
-  difference = float(jnp.max(jnp.abs(actual - expected))) / largest
-  return difference if np.isfinite(difference) else np.inf
 
 
 def large(scale):
@@ -310,7 +268,13 @@ STEPS: dict[str, Any] = {
     "grouped matmuls write rows to the stash and read them there",
     "If d_rhs alone is wrong, rows were read from another place than they lie in, or before they"
     " were there; if it is NaN, see `gradients`.",
-    matmuls,
+    matmuls.grouped,
+  ),
+  "mlp": Step(
+    "the matmul that makes gate and up stores them, and the backward one reads them there",
+    "If the result is right and gradients are not, rows were stored before they were whole, or read"
+    " elsewhere; if those without room alone are wrong, they were made again wrongly.",
+    matmuls.mlp,
   ),
   "large": Step(
     "rows behind 2^31 bytes and elements are where they should be",

@@ -66,24 +66,37 @@ def activate_backward(
 
 
 def in_chunks(visits, visit, shape, body):
-  """Calls `body(at, is_in_group)` for all chunks of a tile: where, and which rows count."""
+  """Calls `body(at, is_in_group, keeps_others)` for all chunks of a tile.
+
+  `at` is where the chunk is, `is_in_group` which of its rows are of the group of the visit, and
+  `keeps_others`, which is static, whether the tile has rows of other groups, to be kept: at its
+  first visit it has none.
+  """
   first, last = visits.rows_of_group(visit, shape[0])
 
-  def chunks_of_rows(row):
-    row = pl.multiple_of(row, CHUNK_ROWS)
-    for column in range(0, shape[1], CHUNK_COLUMNS):
-      columns = min(CHUNK_COLUMNS, shape[1] - column)
-      ids = row + lax.broadcasted_iota(jnp.int32, (CHUNK_ROWS, columns), 0)
-      body((pl.ds(row, CHUNK_ROWS), pl.ds(column, columns)), (ids >= first) & (ids < last))
-    return row + CHUNK_ROWS
+  def chunks(keeps_others):
+    def chunks_of_rows(row):
+      row = pl.multiple_of(row, CHUNK_ROWS)
+      for column in range(0, shape[1], CHUNK_COLUMNS):
+        columns = min(CHUNK_COLUMNS, shape[1] - column)
+        at = pl.ds(row, CHUNK_ROWS), pl.ds(column, columns)
+        ids = row + lax.broadcasted_iota(jnp.int32, (CHUNK_ROWS, columns), 0)
+        body(at, (ids >= first) & (ids < last), keeps_others)
+      return row + CHUNK_ROWS
 
-  # Not a `fori_loop`, which counts in int64 under x64.
-  lax.while_loop(lambda row: row < shape[0], chunks_of_rows, jnp.int32(0))
+    # Not a `fori_loop`, which counts in int64 under x64.
+    lax.while_loop(lambda row: row < shape[0], chunks_of_rows, jnp.int32(0))
+
+  is_first = visits.is_first_of(visits.tiles, visit)
+  pl.when(is_first)(lambda: chunks(keeps_others=False))
+  pl.when(~is_first)(lambda: chunks(keeps_others=True))
 
 
-def select_into(ref, at, is_new, values):
-  old = ref[at].astype(jnp.float32)
-  ref[at] = jnp.where(is_new, values.astype(jnp.float32), old).astype(ref.dtype)
+def put(ref, at, values, is_new, keeps_others):
+  """Stores a chunk, or of one that others are in the rows that are new."""
+  if keeps_others:
+    values = jnp.where(is_new, values.astype(jnp.float32), ref[at].astype(jnp.float32))
+  ref[at] = values.astype(ref.dtype)
 
 
 def spread(row_weights, scratch):
@@ -106,7 +119,7 @@ def as_blocks(beside):
 
 
 def specs_of(beside, tm, tn):
-  """Returns the block specs of `_as_blocks`."""
+  """Returns the block specs of `as_blocks`."""
   of_rows = lambda column, visit, k, visits: (0, visits.tiles[visit])
   of_group = lambda column, visit, k, visits: (visits.groups[visit], 0, column)
   weights = None if beside.row_weights is None else pl.BlockSpec((1, tm), index_map(of_rows))

@@ -22,7 +22,7 @@ from pallas_stash.kernels.activation import (
   as_blocks,
   Beside,
   in_chunks,
-  select_into,
+  put,
   specs_of,
   spread,
   weights_scratch,
@@ -215,14 +215,15 @@ def _forward(
       wait([((visit > 0) & is_first_of_tile & is_due, dma) for is_due, dma in before])
     broadcast_weights = spread(beside.row_weights, scratch)
 
-    def activate_chunk(at, is_in_group):
+    def activate_chunk(at, *of_group):
+      is_in_group, _ = of_group
       products = [total[at].astype(hidden.dtype) for total in totals]
       group_rows = [jnp.broadcast_to(row[:, at[1]], is_in_group.shape) for row in beside.group_rows]
       weights = broadcast_weights(at)
       new = activate(activation, *products, weights, group_rows)
       # Other rows of the tile are of other groups, or padding.
       for ref, rows in zip((hidden, *staged), (new, *products[: len(staged)]), strict=True):
-        select_into(ref, at, is_in_group, rows)
+        put(ref, at, rows, *of_group)
 
     in_chunks(visits, visit, hidden.shape, activate_chunk)
     if staged:

@@ -22,7 +22,7 @@ from pallas_stash.kernels.activation import (
   Beside,
   CHUNK_ROWS,
   in_chunks,
-  select_into,
+  put,
   specs_of,
   spread,
   weights_scratch,
@@ -186,7 +186,8 @@ def _backward(
       def _(sums=sums):
         sums[...] = jnp.zeros_like(sums)
 
-    def activate_chunk(at, is_in_group):
+    def activate_chunk(at, *of_group):
+      is_in_group, _ = of_group
       rows, columns = at
       products = [_read_rows(stash, rows.start + shift, columns) for stash in stashes]
       group_rows = [
@@ -197,17 +198,16 @@ def _backward(
         activation, d_hidden, *products, broadcast_weights(at), group_rows
       )
       for ref, rows_of in zip((d_gate, d_up, hidden), new, strict=True):
-        select_into(ref, at, is_in_group, rows_of)
-      is_summed = is_in_group
+        put(ref, at, rows_of, *of_group)
       if n % tile_columns:  # The last tile has columns that are not there.
         ids = lax.broadcasted_iota(jnp.int32, is_in_group.shape, 1)
-        is_summed &= ids + columns.start < n - column * tile_columns
+        is_there = ids + columns.start < n - column * tile_columns
+        d_weights = None if d_weights is None else jnp.where(is_there, d_weights, 0)
       if d_weights is not None:
-        d_weights = jnp.where(is_summed, d_weights, 0)
         parts = [d_weights[:, i : i + LANES] for i in range(0, columns.size, LANES)]
         scratch["d_weights"][rows, :] += functools.reduce(jnp.add, parts)
       for sums, d_rows in zip(scratch["d_group_rows"], d_groups, strict=True):
-        d_rows = jnp.where(is_summed, d_rows, 0)
+        d_rows = jnp.where(is_in_group, d_rows, 0)
         sums[:, columns] += d_rows[:ALIGN] + d_rows[ALIGN:]
 
     in_chunks(visits, visit, hidden.shape, activate_chunk)
