@@ -1,14 +1,12 @@
 """Expert MLP whose gate and up products are kept in a stash for the backward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 from jax import lax
-import jax.extend.core as jex
-from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
 from pallas_stash import kernels
@@ -16,6 +14,7 @@ from pallas_stash.arguments import as_array, as_groups, as_list, describe
 from pallas_stash.batching import batch_alike
 from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import watch_results
+from pallas_stash.elementwise import check_elementwise
 from pallas_stash.handover import first_order_only, name_slot, receive, with_rules
 from pallas_stash.kernels import gate_up, Implementation, mlp
 from pallas_stash.kernels.activation import Beside, wide
@@ -24,7 +23,7 @@ from pallas_stash.kernels.visits import Place
 from pallas_stash.ragged import as_int32, RaggedRows
 from pallas_stash.stash import check_push, read_rows, Stash, take_rows
 from pallas_stash.storage import match_residuals
-from pallas_stash.varying import empty, vary_alike
+from pallas_stash.varying import empty, refuse_sharded, vary_alike
 
 
 def silu_and_multiply(gate: jax.Array, up: jax.Array) -> jax.Array:
@@ -55,12 +54,13 @@ def grouped_mlp(
   nothing else is a residual but the arguments: of the hidden rows it makes them again, and what is
   behind the down projection it needs for nothing, the gradient of `row_weights` included.
 
-  On a TPU neither product is ever in HBM at worst-case size: the matmul writes both to the stash as
-  it makes them, and the backward pass reads them there. The other matmuls are megablox's. Elsewhere
-  all are `lax.ragged_dot`, and rows are copied to the stash and back; so they are on a TPU, between
-  megablox's matmuls, in `debug`, for one-byte elements, where rows are no multiple of the row tile,
-  where that is no multiple of 16 or has more rows than the stash, where tiles are no multiples of
-  128 columns, and where column tiles do not divide the width of the stash.
+  On a TPU the matmul of the forward pass writes both products to the stash as it makes them, and
+  the backward pass reads them there: neither exists at worst-case size but where it did not fit.
+  The other matmuls are megablox's. Elsewhere all are `lax.ragged_dot`, and rows are copied to the
+  stash and back. So they are on a TPU in `debug`, where row tiles are no multiple of 16 or have
+  more rows than the stash, and where column tiles do not divide the width of the stash; and what
+  megablox does not take, which is other dtypes than float32 and bfloat16, rows that are no multiple
+  of the row tile and tiles of columns that are none of 128, is `lax.ragged_dot` there, too.
 
   Gradients are exact at any capacity: products that do not fit are made again from `x`. They are
   those of the matmuls, each rounded to the dtype of `x`, and of the activation in float32.
@@ -77,7 +77,7 @@ def grouped_mlp(
     row_weights: float[m], by which hidden rows are multiplied, such as routing weights; or None.
     activation: an elementwise function of gate and up, in float32, and of the rows of `group_rows`.
       It is part of kernels: of operations that Pallas knows on a TPU, and of no arrays but its
-      arguments.
+      arguments; constants are Python numbers.
     group_rows: arrays [groups, hidden], of each of which `activation` is also given the row of the
       group, in float32. Biases, for example:
       `activation=lambda gate, up, b_gate, b_up: silu_and_multiply(gate + b_gate, up + b_up)`.
@@ -110,7 +110,10 @@ def grouped_mlp(
   if row_weights is not None:
     row_weights = as_array("row_weights", row_weights)
   _check_shapes(x, w_gate, w_up, w_down, group_sizes, row_weights, group_rows)
-  _check_activation(activation, len(group_rows))
+  refuse_sharded(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down, row_weights=row_weights)
+  check_elementwise("activation", activation, 2 + len(group_rows))
+  if not isinstance(activation, Hashable):
+    activation = functools.partial(activation)
 
   as_float = lambda array: array.astype(wide(x.dtype))
   beside = Beside(
@@ -132,11 +135,12 @@ class _Static:
   keep_x: bool
   axis_name: Any
 
-  def is_in_place(self, stash, x, w_gate, w_down):
+  def is_in_place(self, stash, x, *matrices):
     """Returns whether the kernels for a TPU write and read the stash themselves. All is static."""
-    (m, k), n = x.shape, w_gate.shape[2]
+    (m, k), (w_gate, _, w_down) = x.shape, matrices
+    n = w_gate.shape[2]
     shapes = (m, k, n), (m, w_down.shape[2], n)
-    dtypes = x.dtype, w_gate.dtype, w_down.dtype
+    dtypes = x.dtype, *(weights.dtype for weights in matrices)
     is_known = self.mlp.implementation != "xla"
     return is_known and all(
       gate_up.fits(shape, self.buffers(stash, k, n), dtypes, self.mlp.options) for shape in shapes
@@ -154,7 +158,7 @@ class _Static:
 
 def _primal(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
   operands = x, w_gate, w_up, group_sizes, beside
-  if static.is_in_place(stash, x, w_gate, w_down):
+  if static.is_in_place(stash, x, w_gate, w_up, w_down):
     (hidden,) = mlp.hidden_and_keep(static.mlp, *operands, (), None)
   else:
     products = mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
@@ -169,7 +173,7 @@ def _forward(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
   ragged = RaggedRows(group_sizes, m)
   stash = batch_alike(stash, (*operands, w_down))
   # The rows that the mode of debug sums up are those that a copy is made of.
-  if not debugging.is_debugging() and static.is_in_place(stash, x, w_gate, w_down):
+  if not debugging.is_debugging() and static.is_in_place(stash, x, w_gate, w_up, w_down):
     check_push(stash, [jax.ShapeDtypeStruct((m, n), x.dtype)] * 2 + [x] * static.keep_x, ragged)
     stash, operands = first_order_only((stash, operands))
     order = static.order(stash, k, n)
@@ -198,13 +202,16 @@ def _backward(static, saved, cotangents):
   d_out, d_stash = cotangents
   contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
   d_stash, d_out = receive(d_stash, slot, d_out)
+  # An activation may hide that its gradient is NaN, so that it is said beside.
+  is_known = ~jnp.isnan(d_stash.canary[0])
   if static.keep_x:  # There is nothing to make the products from.
-    d_out = jnp.where(slot.is_stored()[0], d_out, jnp.full_like(d_out, jnp.nan))
+    is_known &= slot.is_stored()[0]
+    d_out = jnp.where(is_known, d_out, jnp.full_like(d_out, jnp.nan))
   m, k = d_out.shape[0], w_gate.shape[1]
-  operands = static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+  operands = static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
   is_copied = slot.checksum is not None  # As it was when the forward pass was traced.
   of_x = jax.ShapeDtypeStruct((m, k), d_out.dtype)
-  if not is_copied and static.is_in_place(contents, of_x, w_gate, w_down):
+  if not is_copied and static.is_in_place(contents, of_x, w_gate, w_up, w_down):
     rows, d_w_gate, d_w_up = _backward_in_place(*operands)
   else:
     rows, d_w_gate, d_w_up = _backward_by_copies(*operands)
@@ -220,13 +227,16 @@ def _backward(static, saved, cotangents):
   return d_stash, d_x, d_w_gate, d_w_up, d_w_down, None, Beside(d_row_weights, d_group_rows)
 
 
-def _backward_in_place(static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside):
+def _backward_in_place(
+  static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+):
   """Returns (`Gradients`, d_w_gate, d_w_up)."""
   k, n = w_gate.shape[1:]
   gate, up, *of_x = static.buffers(contents, k, n)
   backward = functools.partial(mlp.hidden_backward, static.mlp, d_out, w_down, group_sizes, beside)
+  known = lambda place: place._replace(start=jnp.where(is_known, place.start, -1))
   if static.keep_x:
-    rows = backward((gate, up), _place(slot))
+    rows = backward((gate, up), known(_place(slot)))
     operands = *of_x, (rows.d_gate, rows.d_up), (w_gate, w_up), group_sizes, _place(slot)
     return rows, *mlp.weights_gradients_in_place(static.mlp, *operands)
 
@@ -235,15 +245,15 @@ def _backward_in_place(static, contents, slot, d_out, x, w_gate, w_up, w_down, g
     fresh = tuple(empty((m, buffer.shape[1]), buffer.dtype) for buffer in (gate, up))
     made_of = x, w_gate, w_up, group_sizes, beside
     _, *fresh = mlp.hidden_and_keep(static.mlp, *made_of, fresh, everything)
-    return backward(tuple(fresh), everything)
+    return backward(tuple(fresh), known(everything))
 
   is_stored = slot.is_stored()[0]
-  rows = lax.cond(is_stored, lambda: backward((gate, up), _place(slot)), make_again)
+  rows = lax.cond(is_stored, lambda: backward((gate, up), known(_place(slot))), make_again)
   return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)
 
 
 def _backward_by_copies(
-  static, contents, slot, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+  static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
 ):
   """Returns what `_backward_in_place` does."""
   order = static.order(contents, *w_gate.shape[1:])
@@ -259,7 +269,7 @@ def _backward_by_copies(
     make_again = lambda: mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
     gate, up = lax.cond(slot.is_stored()[0], read, make_again)
   d_hidden = mlp.product(static.mlp, d_out, w_down, group_sizes, transpose_rhs=True)
-  rows = mlp.hidden_gradients(static.mlp, d_hidden, gate, up, group_sizes, beside)
+  rows = mlp.hidden_gradients(static.mlp, d_hidden, gate, up, group_sizes, beside, is_known)
   return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)
 
 
@@ -282,58 +292,15 @@ def _check_shapes(x, w_gate, w_up, w_down, group_sizes, row_weights, group_rows)
     "w_down": (w_down, (groups, hidden, w_down.shape[-1])),
     "group_sizes": (group_sizes, (groups,)),
   }
-  beside = {"row_weights": (row_weights, (m,))} if row_weights is not None else {}
+  if row_weights is not None:
+    wanted["row_weights"] = row_weights, (m,)
   for index, rows in enumerate(group_rows):
-    beside[f"group_rows[{index}]"] = rows, (groups, hidden)
-  for name, (array, _) in beside.items():
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-      raise ValueError(f"{name} of dtype {array.dtype} must have a floating-point dtype.")
-  wanted |= beside
+    wanted[f"group_rows[{index}]"] = rows, (groups, hidden)
   for name, (array, shape) in wanted.items():
+    if name != "group_sizes" and not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(f"{name} of dtype {array.dtype} must have a floating-point dtype.")
     if array.shape != shape:
       raise ValueError(
         f"{name} of shape {array.shape} must have shape {shape}, for {x.shape=} and"
         f" {w_gate.shape=}."
       )
-
-
-# They keep the shape of an array and are not elementwise all the same.
-_ACROSS = "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "gather", "rev", "sort"
-
-
-def _check_activation(activation, further):
-  """Raises a ValueError unless `activation` is elementwise and closes over no arrays."""
-  if not callable(activation):
-    raise ValueError(f"activation={describe(activation)} must be a function.")
-  chunk = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-  traced, out = jax.make_jaxpr(activation, return_shape=True)(*[chunk] * (2 + further))
-  if traced.consts:
-    found = ", ".join(map(describe, traced.consts))
-    raise ValueError(f"activation closes over arrays, {found}: pass them as group_rows.")
-  if not _is_array_of(out, chunk.shape):
-    raise ValueError(f"activation must return one array of floats, not {describe(out)}.")
-  for equation in _equations_in(traced.jaxpr):
-    shapes = {variable.aval.shape for variable in equation.outvars}
-    if not shapes <= {(), chunk.shape} or equation.primitive.name in _ACROSS:
-      raise ValueError(
-        f"activation must be elementwise, without {equation.primitive}"
-        f" ({summarize(equation.source_info)}): it is given parts of the rows."
-      )
-
-
-def _is_array_of(out, shape):
-  return (
-    isinstance(out, jax.ShapeDtypeStruct)
-    and out.shape == shape
-    and jnp.issubdtype(out.dtype, jnp.floating)
-  )
-
-
-def _equations_in(jaxpr):
-  """Yields the equations of a jaxpr that call no other, and of those that the rest call."""
-  for equation in jaxpr.eqns:
-    inner = list(jex.jaxprs_in_params(equation.params))
-    if not inner:
-      yield equation
-    for called in inner:
-      yield from _equations_in(called)

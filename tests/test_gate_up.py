@@ -61,6 +61,7 @@ def check(
   *,
   k=256,
   n=256,
+  tile_n=TILE,
   is_weighted=False,
   is_biased=False,
   is_x_kept=False,
@@ -73,7 +74,7 @@ def check(
   Args:
     sizes: rows of each group, M at most together.
     dtype: of everything.
-    k, n: width of `x`, and of the hidden rows.
+    k, n, tile_n: width of `x`, and of the hidden rows, and of a tile of those.
     is_weighted, is_biased, is_x_kept: whether there are row weights, and biases, and the stash
       keeps `x` as well.
     is_stored: whether the rows are.
@@ -97,7 +98,7 @@ def check(
   beside = Beside(
     8 * normal(M) if is_weighted else None, (normal(groups, n), normal(groups, n)) * is_biased
   )
-  options = megablox.Megablox(jnp.dtype(dtype), (TILE_ROWS, TILE, TILE), False, not ON_TPU)
+  options = megablox.Megablox(jnp.dtype(dtype), (TILE_ROWS, TILE, tile_n), False, not ON_TPU)
   assert gate_up.fits((M, k, n), operands[5:], (operands[0].dtype,), options)
   place = Place(*map(jnp.int32, (0, rows, start)))
   results = run(
@@ -141,7 +142,8 @@ EVERYTHING = {"is_weighted": True, "is_biased": True, "is_x_kept": True}
   [
     long(RAGGED, {}),
     once(RAGGED, {"dtype": "bfloat16"} | EVERYTHING | AT_THE_END),
-    once([3, 1, 0, 2], {"k": 192, "n": 192} | EVERYTHING | AT_THE_END),
+    # More columns than a chunk has, the last of them not there.
+    once([3, 1, 0, 2], {"k": 192, "n": 600, "tile_n": 640} | EVERYTHING | AT_THE_END),
     *(long(sizes, EVERYTHING) for sizes in ([64, 64], [0, 0, 0], [0, 17, 0, 128, 0])),
     *(
       long(sizes, {"dtype": dtype} | AT_THE_END)
@@ -153,6 +155,27 @@ EVERYTHING = {"is_weighted": True, "is_biased": True, "is_x_kept": True}
 def test_bits_are_those_of_megablox(sizes, options):
   check(sizes, **options)
   check(sizes, **options, is_stored=False)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"stash_rows": TILE_ROWS - 8},  # A tile does not fit into the stash,
+    {"tiles": (TILE_ROWS, 192, TILE)},  # columns are no multiple of 128,
+    {"tiles": (TILE_ROWS, TILE, 192)},
+    {"tiles": (TILE_ROWS, TILE, 384), "n": 512},  # or do not divide it;
+    {"tiles": (TILE_ROWS + 8, TILE, TILE)},  # a tile of rows is not of HBM tiles;
+    {"dtype": "float16"},  # of a dtype that the matmuls of a TPU do not take.
+    {"tiles": None},
+  ],
+)
+def test_what_does_not_fit(change):
+  def fits(stash_rows=128, tiles=(TILE_ROWS, TILE, TILE), n=256, dtype="float32"):
+    stash = jax.ShapeDtypeStruct((stash_rows, n), dtype)
+    options = megablox.Megablox(stash.dtype, tiles, False, False)
+    return gate_up.fits((M, 256, n), [stash] * 2, (stash.dtype,), options)
+
+  assert fits() and not fits(**change)
 
 
 @pytest.mark.once

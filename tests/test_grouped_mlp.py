@@ -33,6 +33,7 @@ XLA, MOSAIC = IMPLEMENTATIONS
   "implementation, dtype, options",
   [
     (None, "float32", {}),
+    once(None, "float32", {"keep_x": True}),
     once(XLA, "bfloat16", {"keep_x": True}),
     long(MOSAIC, "float32", {"keep_x": True}),
     once(MOSAIC, "bfloat16", {}),
@@ -62,19 +63,59 @@ def test_gradients_are_those_of_plain_operations(implementation, dtype, options)
 
 @pytest.mark.once
 @pytest.mark.parametrize(
-  "of_rows, of_weights", [("bfloat16", "float32"), ("float16", "float16"), ("float64", "float64")]
+  "of_rows, of_weights",
+  [("bfloat16", ["float32"] * 3), ("bfloat16", ["bfloat16", "float32", "bfloat16"])]
+  + [(name, [name] * 3) for name in ("float16", "float64")],
 )
 def test_other_dtypes(of_rows, of_weights):
-  """On this platform; gradients of each operand have its dtype."""
+  """Where megablox would not take them, too; gradients of each operand have its dtype."""
   with jax.enable_x64(of_rows == "float64"):
     (x, *matrices, row_weights, gate_bias, up_bias), d_out = operands(of_rows)
-    args = x, *(matrix.astype(of_weights) for matrix in matrices), row_weights, gate_bias, up_bias
-    _, gradients, _ = differentiate(stashed(implementation=XLA), args, d_out)
-    as_float = lambda tree: jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
-    _, expected, _ = differentiate(stashed(implementation=XLA), as_float(args), as_float(d_out))
+    matrices = (m.astype(dtype) for m, dtype in zip(matrices, of_weights, strict=True))
+    args = x, *matrices, row_weights, gate_bias, up_bias
+    _, gradients, _ = differentiate(stashed(), args, d_out)
     assert [g.dtype for g in gradients] == [arg.dtype for arg in args]
-    tolerance = {"float64": "float32"}.get(of_rows, "bfloat16")
-    assert_close(gradients, expected, tolerance)
+    as_float = lambda tree: jax.tree.map(lambda leaf: leaf.astype("float32"), tree)
+    if of_rows != "float64":
+      args, d_out = as_float(args), as_float(d_out)
+    _, expected, _ = differentiate(plain(ragged_dot), args, d_out)
+    live = lambda gradients: (gradients[0][LIVE], *gradients[1:4], gradients[4][LIVE])
+    tolerance = of_rows if of_rows == "float64" else "bfloat16"
+    assert_close(live(gradients), live(expected), tolerance)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [200, 100, 0, 30]])
+def test_no_rows_and_groups_past_the_end(sizes):
+  (x, *matrices, _, _, _), d_out = operands()
+
+  def run(x, *matrices):
+    stash = ps.Stash.empty(ROWS, specs())
+    args = stash, x, *matrices, jnp.array(sizes, jnp.int32)
+    out, stash = ps.grouped_mlp(*args, tiling=TILING)
+    return ps.seal(out, stash), stash.stats()
+
+  _, gradients, stats = differentiate(run, (x, *matrices), d_out)
+  assert int(stats.invalid_pushes[0]) == (sum(sizes) > M)
+  assert int(stats.rows_in_use[0]) == 0
+  if not sum(sizes):
+    assert_trees_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
+
+
+def clipped(gate, up):
+  """Which hides that its gradient is NaN, where gate is negative."""
+  return jax.nn.relu(gate) * up
+
+
+@pytest.mark.parametrize("implementation", [None, XLA, long(MOSAIC)])
+def test_an_activation_hides_no_nan(implementation):
+  args, d_out = operands()
+  options = {"activation": clipped, "is_biased": False, "implementation": implementation}
+  unsealed = differentiate(stashed(seals=0, **options), args, d_out)
+  overflowed = differentiate(stashed(0, keep_x=True, **options), args, d_out)
+  for _, gradients, _ in unsealed, overflowed:
+    for gradient in gradients[1:4]:
+      assert bool(jnp.isnan(gradient[SIZES > 0]).all())
 
 
 @pytest.mark.parametrize("implementation", [None, long(MOSAIC)])
@@ -119,6 +160,10 @@ def test_undifferentiated_the_stash_passes_through():
   assert not is_any_nan(out[LIVE])
 
 
+def iota_of(x):
+  return jax.lax.broadcasted_iota(x.dtype, x.shape, 0)
+
+
 @pytest.mark.parametrize(
   "change, message",
   [
@@ -131,10 +176,13 @@ def test_undifferentiated_the_stash_passes_through():
     ({"group_sizes": SIZES[:3]}, "group_sizes of shape .* must have shape"),
     ({"row_weights": jnp.zeros((M, 1))}, "row_weights of shape .* must have shape"),
     ({"row_weights": jnp.zeros(M, jnp.int32)}, "row_weights of dtype int32 must have a floating"),
+    ({"w_up": jnp.zeros((GROUPS, WIDTH, HIDDEN), jnp.int8)}, "w_up of dtype int8 must have"),
     ({"group_rows": [jnp.zeros((GROUPS, WIDTH))]}, r"group_rows\[0\] of shape .* must have shape"),
     ({"activation": jnp.zeros(3)}, "must be a function"),
     ({"activation": lambda gate, up: gate * jax.nn.softmax(up)}, "must be elementwise"),
     ({"activation": lambda gate, up: gate + jnp.cumsum(up, 0)}, "must be elementwise"),
+    ({"activation": lambda gate, up: gate + iota_of(up)}, "must be elementwise"),
+    ({"activation": lambda gate: gate}, "must be a function of 2 arrays"),
     ({"activation": lambda gate, up: gate[:4]}, "must return one array"),
     ({"activation": lambda gate, up: (gate, up)}, "must return one array"),
     ({"activation": lambda gate, up: gate + jnp.arange(128.0)}, "must be elementwise|closes over"),

@@ -17,7 +17,6 @@ GROUPED_HEADER = (
 )
 # Of what it replaces of megablox; what makes three results of one matmul is allowed more.
 MOST_OF_MEGABLOX = {
-  "gate_up_weights": 1.03,
   "gate_up_backward": 1.25,
   "gate_up_backward_weights": 1.35,
 }

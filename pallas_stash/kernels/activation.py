@@ -39,7 +39,8 @@ def activate(
   activation: Activation, gate: jax.Array, up: jax.Array, weights: Any, group_rows: Sequence[Any]
 ) -> jax.Array:
   """Returns the hidden rows, `wide`, of products; `weights` are broadcast to them, or None."""
-  hidden = activation(*(x.astype(wide(gate.dtype)) for x in (gate, up)), *group_rows)
+  dtype = wide(gate.dtype)
+  hidden = activation(*(x.astype(dtype) for x in (gate, up)), *group_rows).astype(dtype)
   return hidden if weights is None else hidden * weights
 
 
@@ -52,8 +53,9 @@ def activate_backward(
   group_rows: Sequence[Any],
 ) -> tuple[Any, ...]:
   """Returns (d_gate, d_up, hidden, d_weights or None, d_group_rows) of each element, `wide`."""
-  d_hidden, gate, up = (x.astype(wide(gate.dtype)) for x in (d_hidden, gate, up))
-  hidden, vjp = jax.vjp(activation, gate, up, *group_rows)
+  dtype = wide(gate.dtype)
+  d_hidden, gate, up = (x.astype(dtype) for x in (d_hidden, gate, up))
+  hidden, vjp = jax.vjp(lambda *args: activation(*args).astype(dtype), gate, up, *group_rows)
   d_weights = None
   if weights is not None:
     d_weights = d_hidden * hidden
@@ -112,17 +114,18 @@ def spread(row_weights, scratch):
   return of_chunk
 
 
-def as_blocks(beside):
-  """Returns `beside` in shapes that blocks are made of: rows along lanes, and a row a group."""
-  weights = None if beside.row_weights is None else beside.row_weights[None]
+def as_blocks(beside, tm):
+  """Returns `beside` in shapes that blocks are made of: a row for each tile, and for each group."""
+  weights = beside.row_weights
+  weights = None if weights is None else weights.reshape(-1, 1, tm)
   return Beside(weights, tuple(rows[:, None] for rows in beside.group_rows))
 
 
 def specs_of(beside, tm, tn):
   """Returns the block specs of `as_blocks`."""
-  of_rows = lambda column, visit, k, visits: (0, visits.tiles[visit])
+  of_rows = lambda column, visit, k, visits: (visits.tiles[visit], 0, 0)
   of_group = lambda column, visit, k, visits: (visits.groups[visit], 0, column)
-  weights = None if beside.row_weights is None else pl.BlockSpec((1, tm), index_map(of_rows))
+  weights = None if beside.row_weights is None else pl.BlockSpec((None, 1, tm), index_map(of_rows))
   return Beside(
     weights, tuple(pl.BlockSpec((None, 1, tn), index_map(of_group)) for _ in beside.group_rows)
   )

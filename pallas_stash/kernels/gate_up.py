@@ -111,17 +111,13 @@ def forward(
     # no tiles, and could not be seen as rows.
     staged = pltpu.VMEM((tm, tn) if interpret else (tm // ALIGN, ALIGN, tn), x.dtype)
     scratch |= {"staged": [staged] * 2, "semaphores": [pltpu.SemaphoreType.DMA] * len(stashes)}
-  # Columns of the last tile are those that a stash has.
-  width_of = lambda stash, tile, tiles: stash.shape[1] - (tiles - 1) * tile
   kernel = functools.partial(
     _forward,
     k=k,
-    last_n=width_of(stashes[0], tn, tiles_n) if stashes else None,
-    last_k=width_of(stashes[2], tk, tiles_k) if stashes[2:] else None,
     activation=activation,
-    dtype=megablox.compute_dtype(x, w_gate),
+    dtypes=[megablox.compute_dtype(x, weights) for weights in (w_gate, w_up)],
   )
-  operands = x, w_gate, w_up, as_blocks(beside), list(stashes)
+  operands = x, w_gate, w_up, as_blocks(beside, tm), list(stashes)
   aliased = len(jax.tree.leaves(operands)) - len(stashes)
   hidden, stashes = call(
     kernel,
@@ -166,14 +162,12 @@ def _forward(
   scratch,
   *,
   k,
-  last_n,
-  last_k,
   activation,
-  dtype,
+  dtypes,
 ):
   """The kernel of `forward`. A step is a column tile of `hidden`, a visit, and a tile of k."""
   column, visit, k_tile = map(pl.program_id, range(3))
-  columns, number, tiles_k = map(pl.num_programs, range(3))
+  number, tiles_k = pl.num_programs(1), pl.num_programs(2)
   is_last_k, is_first_of_tile = k_tile == tiles_k - 1, visits.is_first_of(visits.tiles, visit)
   tile_k, totals = x.shape[1], scratch["totals"]
   # As rows, what lies in tiles of eight of them.
@@ -181,18 +175,14 @@ def _forward(
   staged = list(map(as_rows, scratch.get("staged", ())))
 
   def stores_of(at_visit):
-    """Returns the DMAs of both products, of the tile of a visit."""
-    stores = []
-    for i, tile in enumerate(staged):
-      to = stashes[i], scratch["semaphores"][i], column, column == columns - 1, last_n
-      stores += own_rows_to(visits, at_visit, tile, *to)
-    return stores
+    """Returns the DMAs of both products, of the tile of a visit, each with whether it is due."""
+    to = zip(staged, stashes, scratch.get("semaphores", ()), strict=False)
+    return [own_rows_to(visits, at_visit, *refs, column) for refs in to]
 
   stores_of_x = []
   for stash in stashes[2:]:
-    is_turn = (column == 0) & is_first_of_tile
-    to = stash, scratch["semaphores"][2], k_tile, is_last_k, last_k
-    stores_of_x = [(is_turn & is_due, dma) for is_due, dma in own_rows_to(visits, visit, x, *to)]
+    has_rows, copy = own_rows_to(visits, visit, x, stash, scratch["semaphores"][2], k_tile)
+    stores_of_x = [((column == 0) & is_first_of_tile & has_rows, copy)]
   start(stores_of_x)
 
   @pl.when(k_tile == 0)
@@ -201,7 +191,7 @@ def _forward(
       total[...] = jnp.zeros_like(total)
 
   def add(columns):
-    for weights, total in zip((w_gate, w_up), totals, strict=True):
+    for weights, total, dtype in zip((w_gate, w_up), totals, dtypes, strict=True):
       total[...] += dot(x[...], weights[...], columns=columns, dtype=dtype, contracting=0)
 
   pl.when(~is_last_k)(lambda: add(tile_k))

@@ -65,7 +65,8 @@ def backward(
     w_down: [groups, n, k].
     stashes: [stash_rows, width] with rows of gate, and of up. What all others hold has no
       influence.
-    place: where the rows are in `d_out`, and where in the stashes.
+    place: where the rows are in `d_out`, and where in the stashes; all results are NaN where it
+      says that they are not stored.
     group_sizes, beside, activation, options, interpret: as of `forward`.
   """
   m, k = d_out.shape
@@ -93,8 +94,9 @@ def backward(
   # A row of sums for each column tile: they are added up outside.
   row_sums, sums_spec = None, None
   if beside.row_weights is not None:
-    row_sums = like(d_out, (tiles_n, 1, m), jnp.float32)
-    sums_spec = tile(None, 1, tm, lambda column, visit, k, visits: (column, 0, visits.tiles[visit]))
+    row_sums = like(d_out, (tiles_n, m // tm, 1, tm), jnp.float32)
+    of_tile = lambda column, visit, k, visits: (column, visits.tiles[visit], 0, 0)
+    sums_spec = tile(None, None, 1, tm, of_tile)
   of_group_rows = [like(d_out, (groups, 1, n), jnp.float32) for _ in beside.group_rows]
   kernel = functools.partial(
     _backward,
@@ -108,7 +110,7 @@ def backward(
     kernel,
     visits,
     (tiles_n, number, tiles_k),
-    operands=(d_out, w_down, as_blocks(beside), list(stashes)),
+    operands=(d_out, w_down, as_blocks(beside, tm), list(stashes)),
     in_specs=[
       tile(tm, tk, lambda column, visit, k, visits: (visits.tiles[visit], k)),
       tile(None, tn, tk, lambda column, visit, k, visits: (visits.groups[visit], column, k)),
@@ -132,7 +134,7 @@ def backward(
     name="stash_gate_up_backward",
   )
   if d_row_weights is not None:
-    d_row_weights = jnp.sum(d_row_weights[:, 0], axis=0)
+    d_row_weights = jnp.sum(d_row_weights, axis=0).reshape(m)
   has_rows = (group_sizes > 0)[:, None]
   d_group_rows = [jnp.where(has_rows, d_rows[:, 0], 0) for d_rows in d_group_rows]
   return Gradients(*gradients, Beside(d_row_weights, tuple(d_group_rows)))
@@ -211,8 +213,16 @@ def _backward(
         sums[:, columns] += d_rows[:ALIGN] + d_rows[ALIGN:]
 
     in_chunks(visits, visit, hidden.shape, activate_chunk)
+    is_known, nan = visits.is_stored(), jnp.float32(jnp.nan)
+
+    @pl.when(~is_known)  # An activation may hide that what it is given is NaN.
+    def _():
+      for ref in (d_gate, d_up, hidden):
+        ref[...] = jnp.full_like(ref, nan)
+
     if d_row_weights is not None:
       sums = jnp.sum(scratch["d_weights"][...].T, axis=0, keepdims=True)
+      sums = jnp.where(is_known, sums, nan)
       first, last = visits.rows_of_group(visit, tile_rows)
       row = lax.broadcasted_iota(jnp.int32, sums.shape, 1)
       d_row_weights[...] = jnp.where((row >= first) & (row < last), sums, d_row_weights[...])
@@ -220,7 +230,7 @@ def _backward(
 
       @pl.when(visits.is_last_of(visits.groups, visit, number))
       def _(sums=sums, d_rows=d_rows):
-        d_rows[...] = jnp.sum(sums[...], axis=0, keepdims=True)
+        d_rows[...] = jnp.where(is_known, jnp.sum(sums[...], axis=0, keepdims=True), nan)
 
 
 def _read_rows(stash, row, columns):

@@ -94,7 +94,6 @@ def gmm_and_keep(
   kernel = functools.partial(
     _gmm_and_keep,
     k=k,
-    last_columns=stash.shape[1] - (tiles_k - 1) * tk,
     dtype=megablox.compute_dtype(lhs, rhs),
     contracting=int(options.transpose_rhs),
   )
@@ -135,15 +134,15 @@ def gmm_and_keep(
   return out, stash
 
 
-def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, last_columns, **static):
+def _gmm_and_keep(visits, lhs, rhs, _, out, stash, total, semaphore, *, k, **static):
   """The kernel of `gmm_and_keep`. A step is a column tile of `out`, a visit, and a tile of k."""
   visit, k_tile, tiles_k = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
   is_last = k_tile == tiles_k - 1
   tile_k = lhs.shape[1]
 
   is_turn = (pl.program_id(0) == 0) & visits.is_first_of(visits.tiles, visit)
-  to = stash, semaphore, k_tile, is_last, last_columns
-  stores = [(is_turn & is_due, copy) for is_due, copy in own_rows_to(visits, visit, lhs, *to)]
+  has_rows, copy = own_rows_to(visits, visit, lhs, stash, semaphore, k_tile)
+  stores = [(is_turn & has_rows, copy)]
   start(stores)
 
   @pl.when(k_tile == 0)

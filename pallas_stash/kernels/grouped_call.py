@@ -31,28 +31,25 @@ def dot(lhs, rhs, *, columns, dtype, contracting):
   )
 
 
-def own_rows_to(visits, visit, tile, stash, semaphore, column_tile, is_last, last_columns):
-  """Returns the DMAs of a push's own rows from a tile to the stash, each with whether it is due.
+def own_rows_to(visits, visit, tile, stash, semaphore, column_tile):
+  """Returns the DMA of a push's own rows from a tile to the stash, and whether there are any.
 
   Args:
     visits, visit: of the tile.
-    tile: [tile rows, tile columns], in VMEM.
+    tile: [tile rows, tile columns], in VMEM. Tiles of columns divide the width of the stash, or
+      there is one, which has as many columns or more.
     stash: [stash_rows, width], in HBM.
-    semaphore: for them.
-    column_tile, is_last: which tile along the columns, and whether it is the last.
-    last_columns: static, the columns of the last tile that the stash has.
+    semaphore: for it.
+    column_tile: which tile along the columns.
   """
   tile_rows, tile_columns = tile.shape
+  columns = min(tile_columns, stash.shape[1])
   first, rows = visits.own_rows(visit, tile_rows)
   row = pl.multiple_of(visits.stash_row(visit, tile_rows) + first, ALIGN)
   column = pl.multiple_of(column_tile * tile_columns, LANES)
-
-  def copy(columns):
-    to = stash.at[pl.ds(row, rows), pl.ds(column, columns)]
-    return pltpu.make_async_copy(tile.at[pl.ds(first, rows), pl.ds(0, columns)], to, semaphore)
-
-  has_rows = rows > 0
-  return [(has_rows & is_last, copy(last_columns)), (has_rows & ~is_last, copy(tile_columns))]
+  to = stash.at[pl.ds(row, rows), pl.ds(column, columns)]
+  copy = pltpu.make_async_copy(tile.at[pl.ds(first, rows), pl.ds(0, columns)], to, semaphore)
+  return rows > 0, copy
 
 
 def start(copies):

@@ -10,6 +10,8 @@ import jax
 from jax.experimental.pallas.ops.tpu.megablox import common, gmm
 import jax.numpy as jnp
 
+from pallas_stash.kernels.tiling import LANES, SUBLANES
+
 # The package has a function where its module of that name would be.
 _module = importlib.import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
@@ -33,6 +35,7 @@ class Megablox:
   ) -> jax.Array:
     """Returns lhs @ rhs[group of the row]; differentiable in both."""
     options = self.preferred_element_type, self.tiling, group_offset, None
+    group_sizes = within(group_sizes, lhs.shape[0])
     with standard_promotion():
       # By position: megablox declares its static arguments by their numbers.
       return gmm(lhs, rhs, group_sizes, *options, self.transpose_rhs, self.interpret)
@@ -52,10 +55,31 @@ class Megablox:
     with standard_promotion():
       return dict(zip(("lhs", "rhs"), vjp(d_out), strict=True))[of]
 
+  def takes(self, shape: tuple[int, int, int], *dtypes: Any) -> bool:
+    """Returns whether megablox multiplies (m, k) and (k, n) of these dtypes; all is static."""
+    tiles = self.tiles(*shape)
+    if tiles is None:  # It says itself that it has none.
+      return True
+    rows, *columns = tiles
+    is_known = all(jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) for dtype in dtypes)
+    is_tiled = shape[0] % rows == 0 and rows % SUBLANES == 0
+    return is_known and is_tiled and all(size % LANES == 0 for size in columns)
+
   def tiles(self, m: int, k: int, n: int) -> Tiling | None:
     """Returns the tiles of a matmul of [m, k] and [k, n]; None if there are none for it."""
     tiling = self.tiling(m, k, n) if callable(self.tiling) else self.tiling
     return tiling and tuple(tiling)
+
+
+def within(group_sizes: jax.Array, total_rows: int) -> jax.Array:
+  """Returns int32[groups], the rows of groups that lie inside of a buffer of so many rows.
+
+  Of groups that reach past its end there would be more visits than there are places for in scalar
+  memory.
+  """
+  ends = jnp.cumsum(jnp.clip(group_sizes, 0, total_rows), dtype=jnp.int32)
+  ends = jnp.minimum(ends, total_rows)
+  return ends - jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
 
 
 def group_metadata(

@@ -119,9 +119,18 @@ def hidden_of(mlp: Mlp, gate: jax.Array, up: jax.Array, sizes: jax.Array, beside
 
 
 def hidden_gradients(
-  mlp: Mlp, d_hidden: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, beside: Beside
+  mlp: Mlp,
+  d_hidden: jax.Array,
+  gate: jax.Array,
+  up: jax.Array,
+  sizes: jax.Array,
+  beside: Beside,
+  is_known: jax.Array,
 ) -> Gradients:
-  """Returns what `gate_up_backward.backward` does, from the gradient of the hidden rows."""
+  """Returns what `gate_up_backward.backward` does, from the gradient of the hidden rows.
+
+  All is NaN unless `is_known`, bool[]: an activation may hide that what it is given is.
+  """
   weights, group_rows = _by_row(beside, sizes, gate.shape[0])
   *gradients, d_weights, d_rows = activate_backward(
     mlp.activation, d_hidden, gate, up, weights, group_rows
@@ -132,7 +141,8 @@ def hidden_gradients(
   group = _group_of_rows(sizes, gate.shape[0])
   # Behind the last group: padding, of which anything may have been made.
   sum_up = lambda rows: jax.ops.segment_sum(rows, group, sizes.shape[0] + 1)[:-1]
-  return Gradients(*gradients, Beside(d_weights, tuple(map(sum_up, d_rows))))
+  gradients = Gradients(*gradients, Beside(d_weights, tuple(map(sum_up, d_rows))))
+  return jax.tree.map(lambda x: jnp.where(is_known, x, jnp.full_like(x, jnp.nan)), gradients)
 
 
 def _group_of_rows(sizes, total_rows):
@@ -166,6 +176,9 @@ def _ragged_dot(lhs, rhs, sizes):
 
 def _product_on_tpu(mlp, lhs, rhs, sizes, *, transpose_rhs):
   options = dataclasses.replace(mlp.options, transpose_rhs=transpose_rhs)
+  shape = *lhs.shape, rhs.shape[1 if transpose_rhs else 2]
+  if not options.takes(shape, lhs.dtype, rhs.dtype):
+    return _product_by_xla(mlp, lhs, rhs, sizes, transpose_rhs=transpose_rhs)
   if not varying_axes((lhs, rhs, sizes)):
     return (options(lhs, rhs, sizes, None),)
   # Megablox does not say along which mesh axes its result varies. With nothing to keep, ours does
@@ -190,8 +203,10 @@ def _weights_gradient_by_xla(mlp, lhs, d_out, like, sizes):
 
 def _weights_gradient_on_tpu(mlp, lhs, d_out, like, sizes):
   shape, dtypes = (*lhs.shape, d_out.shape[1]), (lhs.dtype, d_out.dtype, like.dtype)
-  tiles = mlp.options.tiles(*shape)
-  if not (varying_axes((lhs, d_out)) and grouped.fits(shape, lhs, dtypes, tiles)):
+  if not mlp.options.takes(shape, *dtypes):
+    return _weights_gradient_by_xla(mlp, lhs, d_out, like, sizes)
+  is_typed = bool(varying_axes((lhs, d_out)))
+  if not (is_typed and grouped.fits(shape, lhs, dtypes, mlp.options.tiles(*shape))):
     return (mlp.options.gradient("rhs", d_out, lhs, like, sizes, None),)
   everything = Place(*map(jnp.int32, (0, lhs.shape[0], 0)))  # As if it lay in a stash.
   operands = vary_alike(lhs, (d_out,), (like,), sizes, everything)
@@ -233,7 +248,7 @@ def _forward_by_xla(mlp, x, w_gate, w_up, sizes, beside, stashes, place):
   stored = jnp.where(place.start >= 0, place.rows, 0)
   runs = CopyRuns(place.first[None], place.start[None], stored[None])
   values = (*products, x)[: len(stashes)]
-  keep = lambda value, stash: kernels.compact(value, stash, runs, mlp.implementation)
+  keep = lambda value, stash: kernels.compact(value, stash, runs, None)
   return hidden, *map(keep, values, stashes)
 
 
@@ -250,7 +265,8 @@ def _forward_results(mlp, x, w_gate, w_up, sizes, beside, stashes, place):
 def _backward_by_xla(mlp, d_out, w_down, sizes, beside, stashes, place):
   d_hidden = product(mlp, d_out, w_down, sizes, transpose_rhs=True)
   gate, up = (_load(stash, place, *d_hidden.shape) for stash in stashes)
-  return jax.tree.leaves(hidden_gradients(mlp, d_hidden, gate, up, sizes, beside))
+  operands = d_hidden, gate, up, sizes, beside, place.start >= 0
+  return jax.tree.leaves(hidden_gradients(mlp, *operands))
 
 
 def _backward_on_tpu(mlp, *operands, **how):
@@ -278,10 +294,11 @@ def _primitive(name, results, by_xla, on_tpu):
   """Returns a primitive of pytrees: its operands are their leaves, `tree` their structure."""
 
   def of_trees(function, *leaves, tree, mlp, **params):
+    if mlp.implementation == "mosaic" and function is by_xla:  # It is asked for by name.
+      function = on_tpu
     return function(mlp, *jax.tree.unflatten(tree, leaves), **params)
 
-  of_trees_of = functools.partial(functools.partial, of_trees)
-  functions = map(of_trees_of, (results, by_xla, on_tpu))
+  functions = (functools.partial(of_trees, function) for function in (results, by_xla, on_tpu))
   primitive = dispatch.make_primitive(f"stash_mlp_{name}", *functions, multiple_results=True)
   _FUNCTIONS[primitive] = by_xla, on_tpu
   return primitive
@@ -290,14 +307,14 @@ def _primitive(name, results, by_xla, on_tpu):
 def _run(primitive, mlp, operands, **params):
   operands = vary_alike(*operands)
   leaves, tree = jax.tree.flatten(operands)
-  if mlp.implementation is None:
+  if mlp.implementation in (None, "mosaic"):
     return primitive.bind(*leaves, tree=tree, mlp=mlp, **params)
   by_xla, on_tpu = _FUNCTIONS[primitive]
   function = by_xla if mlp.implementation == "xla" else on_tpu
-  how = {}
+  # What is interpreted has effects, which a primitive would have to declare.
   if mlp.implementation == "mosaic_interpret" and primitive in (_FORWARD, _BACKWARD, _IN_PLACE):
-    how = {"interpret": kernels.INTERPRET}
-  one = _traced(function, mlp, tree, tuple((params | how).items()))
+    params["interpret"] = kernels.INTERPRET
+  one = _traced(function, mlp, tree, tuple(params.items()))
   return jax.custom_batching.sequential_vmap(one)(*leaves)
 
 

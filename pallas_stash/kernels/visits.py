@@ -49,10 +49,7 @@ class Visits(NamedTuple):
   @classmethod
   def of(cls, group_sizes, place, total_rows, tile_rows, group_offset, groups_here, with_empty):
     """Returns them, and their number."""
-    # Of groups that reach past the end there would be more visits than there are places for.
-    ends = jnp.cumsum(jnp.clip(group_sizes, 0, total_rows), dtype=jnp.int32)
-    ends = jnp.minimum(ends, total_rows)
-    group_sizes = ends - jnp.concatenate([jnp.zeros((1,), jnp.int32), ends[:-1]])
+    group_sizes = megablox.within(group_sizes, total_rows)
     (starts, groups, tiles), number = megablox.group_metadata(
       group_sizes, total_rows, tile_rows, group_offset, groups_here, with_empty
     )

@@ -7,9 +7,10 @@ import numpy as np
 
 import pallas_stash as ps
 from pallas_stash.grouped_mlp import silu_and_multiply
+from pallas_stash.kernels.activation import wide
 from tests.helpers.checks import assert_trees_equal
 
-M, WIDTH, HIDDEN, GROUPS = 256, 128, 256, 4
+M, WIDTH, HIDDEN, OUT, GROUPS = 256, 128, 256, 384, 4
 TILING = (64, 128, 128)
 SIZES = jnp.array([50, 0, 71, 30], jnp.int32)
 ROWS = 151
@@ -28,11 +29,11 @@ def operands(dtype=jnp.float32):
   matrices = (
     normal(GROUPS, WIDTH, HIDDEN),
     normal(GROUPS, WIDTH, HIDDEN),
-    normal(GROUPS, HIDDEN, WIDTH),
+    normal(GROUPS, HIDDEN, OUT),
   )
   of_rows = x, *(matrix / 12 for matrix in matrices)
   beside = jnp.where(LIVE, normal(M), jnp.nan), normal(GROUPS, HIDDEN), normal(GROUPS, HIDDEN)
-  d_out = jnp.where(LIVE[:, None], normal(M, WIDTH), 0)
+  d_out = jnp.where(LIVE[:, None], normal(M, OUT), 0)
   return (*(array.astype(dtype) for array in of_rows), *beside), d_out.astype(dtype)
 
 
@@ -69,7 +70,7 @@ def plain(grouped_matmul, is_weighted=True, is_biased=True):
     )
     in_groups = lambda rows: jnp.where(LIVE[:, None], rows, 0)
     gate, up = (
-      in_groups(grouped_matmul(x, weights)).astype(x.dtype).astype(jnp.float32)
+      in_groups(grouped_matmul(x, weights)).astype(x.dtype).astype(wide(x.dtype))
       for weights in (w_gate, w_up)
     )
     of_groups = [bias[group] for bias in biases]
@@ -84,7 +85,7 @@ def plain(grouped_matmul, is_weighted=True, is_biased=True):
 def ragged_dot(lhs, rhs):
   """With nothing of padding in the gradient of `rhs`."""
   lhs = jnp.where(LIVE[:, None], lhs, 0)
-  return lax.ragged_dot(lhs, rhs, SIZES, preferred_element_type=jnp.float32)
+  return lax.ragged_dot(lhs, rhs, SIZES, preferred_element_type=wide(lhs.dtype))
 
 
 def differentiate(function, operands, d_out):
@@ -106,8 +107,8 @@ def assert_padding_is_zero(gradients):
 
 def assert_close(actual, expected, dtype):
   """To the last places of a sum whose terms are added up in another order."""
-  tolerance = {"float32": 2e-5, "bfloat16": 3e-2}[jnp.dtype(dtype).name]
+  tolerance = {"float64": 1e-12, "float32": 2e-5, "bfloat16": 3e-2}[jnp.dtype(dtype).name]
   for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-    one, other = (np.asarray(x, np.float32) for x in (one, other))
+    one, other = (np.asarray(x, np.float64) for x in (one, other))
     scale = np.nanmax(np.abs(other), initial=1e-3)
     np.testing.assert_allclose(one / scale, other / scale, rtol=0, atol=tolerance)
