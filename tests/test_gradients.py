@@ -99,7 +99,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 
 @pytest.mark.once
 @needs_devices(4)
-@pytest.mark.parametrize("capacity", [half, *map(long, (0, 1, exact, AMPLE))])
+@pytest.mark.parametrize("capacity", list(map(long, (0, 1, half, exact, AMPLE))))
 def test_gradients_at_any_capacity(capacity):
   """By a program for each, compiled as a user would."""
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)

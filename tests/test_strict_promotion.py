@@ -117,7 +117,7 @@ def parameters():
   for case in PROGRAMS:
     if "mosaic" in case or ", kernels" in case:  # To trace an interpreted kernel twice takes long.
       yield long_if_interpreted(case, BACKEND)
-    elif case in ("gradients, recomputed", "push"):
+    elif case in ("gradients, recomputed", "push", "push, undefined padding"):
       yield long(case, BACKEND)  # Others have all that these trace.
     elif case not in ("gmm", "pair"):
       yield case, BACKEND
@@ -158,7 +158,7 @@ def test_what_runs_is_what_runs_without(call):
 
 
 @pytest.mark.parametrize(
-  "case", ["gradients", long("gradients, recomputed"), *map(once, ("push", "gmm"))]
+  "case", [*map(long, ("gradients", "gradients, recomputed")), *map(once, ("push", "gmm"))]
 )
 def test_in_the_mode_of_debug(case):
   expected = jax.device_get(run(case))
