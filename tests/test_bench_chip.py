@@ -9,6 +9,7 @@ import pytest
 
 from bench.chip import copies, steps
 from bench.chip import main as chip
+from tests.helpers.checks import long
 from tests.helpers.support import ON_TPU
 
 pytestmark = [
@@ -38,7 +39,7 @@ def test_steps_with_the_interpreted_kernels(name):
 
 
 @pytest.mark.parametrize(
-  "name", ["bits", "cores", "many_calls", "large", "gradients", "matmuls", "mlp"]
+  "name", ["bits", "cores", "many_calls", "large", *map(long, ("gradients", "matmuls", "mlp"))]
 )
 def test_a_step_sees_rows_that_are_wrong(name, monkeypatch, capsys):
   """A row that is not written of each group; and gradients of a stash that is never sealed."""

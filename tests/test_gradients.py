@@ -85,7 +85,7 @@ def exact(rows):
     for case, marks in [
       ((1, "outside", False), [pytest.mark.long]),
       ((2, "inside", True), []),
-      ((4, "outside", True), [pytest.mark.once]),
+      ((4, "outside", True), [pytest.mark.long]),
       ((1, "inside", True), [pytest.mark.long]),
       ((2, "outside", False), [pytest.mark.long]),
     ]

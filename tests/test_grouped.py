@@ -104,7 +104,7 @@ FILLS_IT = {"start": 0, "rows_behind": 0}
 @pytest.mark.parametrize(
   "sizes, options",
   [
-    once(RAGGED, {}),
+    long(RAGGED, {}),
     once(RAGGED, {"dtype": "bfloat16"} | AT_THE_END),
     once([3, 1, 0, 2], AT_THE_END),  # Fewer than a tile: it reaches out of the stash.
     once([50, 5, 71, 30], {"offset": 1, "groups_here": 2} | FILLS_IT),  # At both of its ends.

@@ -16,7 +16,7 @@ from bench.tpu import aot
 import pallas_stash as ps
 from pallas_stash import sizing
 from tests.helpers import ragged_rows
-from tests.helpers.checks import long, once, OPTIMIZED
+from tests.helpers.checks import long, OPTIMIZED
 from tests.helpers.sampling import run_sampled
 from tests.helpers.stashes import with_rows_taken
 from tests.helpers.support import assert_same_bits, IMPLEMENTATIONS, ON_TPU, slice_rows, update_rows
@@ -50,7 +50,7 @@ XLA, MOSAIC = IMPLEMENTATIONS
 @pytest.mark.parametrize(
   "dtype, elements, implementation, gib",
   [
-    once("int8", INT32, XLA, 3),
+    long("int8", INT32, XLA, 3),
     long("bfloat16", INT32 // 2, XLA, 3),
     long("int8", 2 * INT32, XLA, 6),
     long("float32", INT32, XLA, 10),

@@ -187,7 +187,7 @@ def test_on_one_of_two_devices(check_vma, capsys):
   assert ZEROS in first + second and f"depends on {START} {USED}" in first + second
 
 
-@pytest.mark.once
+@pytest.mark.long
 def test_under_vmap_only_what_is_so_is_said(capsys):
   """There what is conditional runs in any case."""
   weights, x = arguments()
