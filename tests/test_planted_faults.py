@@ -18,8 +18,8 @@ from pallas_stash import kernels
 from tests.conftest import COMPLAINTS
 from tests.helpers import kernel_check
 from tests.helpers.kernel_check import check, edge_cases, kernels_of
-from tests.helpers.planted_faults import COMPACT, DETECTED, EXPAND, UNDETECTED
-from tests.helpers.planting import Fault, plant
+from tests.helpers.planted_faults import DETECTED, UNDETECTED
+from tests.helpers.planting import COMPACT, EXPAND, Fault, plant
 from tests.helpers.support import ON_TPU
 
 pytestmark = [

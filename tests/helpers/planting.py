@@ -68,3 +68,17 @@ def _copy(module, fault=None):
   copy.__file__ = module.__file__
   exec(compile(source, module.__file__, "exec"), copy.__dict__)
   return copy
+
+
+COMPACT, EXPAND = "compact", "expand"
+NOTHING = "pass"
+TWO_CORES = (("num_cores_or_threads", 2),)
+EAGER = (("dma_execution_mode", "eager"),)
+
+
+def in_plan(*args, **options):
+  return Fault(*args, module=pieces, **options)
+
+
+def in_words(*args, **options):
+  return Fault(*args, module=tile_words, dtype="bfloat16", **options)
