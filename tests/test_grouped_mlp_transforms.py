@@ -134,11 +134,11 @@ def in_shard_map(check_vma, is_inside, capacity):
 
 @needs_devices(DEVICES)
 @pytest.mark.once
-@pytest.mark.parametrize("capacity", [long(LAYERS * (ROWS + 1)), ROWS + 1])
+@pytest.mark.parametrize("capacity", [long(LAYERS * (ROWS + 1)), ROWS + 9])
 def test_in_both_structures(capacity):
   """With types of what varies along the mesh, and without; where all rows fit, and where not."""
   expected, _ = in_shard_map(False, True, LAYERS * (ROWS + 1))
-  # Of half as many rows both layers would fit: devices agree, as `axis_name` asks for.
+  # On the device with half as many rows both layers would fit: `axis_name` has them agree.
   overflowed = LAYERS - capacity // (ROWS + 1)
   for check_vma in False, True:
     for is_inside in False, True:
