@@ -17,7 +17,14 @@ from pallas_stash.kernels import grouped, Implementation, in_place
 from pallas_stash.kernels.megablox import Megablox, standard_promotion
 from pallas_stash.kernels.visits import Place
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.stash import check_push, read_rows, Stash, take_rows
+from pallas_stash.stash import (
+  are_kept_rows_intact,
+  check_push,
+  read_rows,
+  Stash,
+  sum_kept_rows,
+  take_rows,
+)
 from pallas_stash.varying import vary_alike
 
 
@@ -43,10 +50,10 @@ def gmm(
 
   On a TPU the matmul stores the rows as it loads them, and the gradient of `rhs` reads them in the
   stash: none is copied. With `group_offset` a push then takes up to 14 rows more than there are.
-  They are copied, with the same results, in `debug`, for a `grouped_matmul`, where row tiles are no
-  multiple of 16 or have more rows than the stash, and where tiles along k are no multiple of 128 or
-  do not divide the width of the stash. Groups that reach past the end of `lhs` store nothing and
-  count as invalid; their products are undefined.
+  They are copied, with the same results, for a `grouped_matmul`, where row tiles are no multiple of
+  16 or have more rows than the stash, and where tiles along k are no multiple of 128 or do not
+  divide the width of the stash. Groups that reach past the end of `lhs` store nothing and count as
+  invalid; their products are undefined.
 
   This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
   rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
@@ -127,15 +134,14 @@ def _forward(multiply, padding, implementation, stash, lhs, rhs, group_sizes, gr
   del padding
   ragged = _rows_of_groups(rhs, group_sizes, group_offset, lhs.shape[0])
   stash = batch_alike(stash, (lhs, rhs, group_sizes, group_offset))
-  # The rows that the mode of debug sums up are those that a copy is made of.
-  is_copied = debugging.is_debugging()
-  if not is_copied and _fits(multiply, implementation, stash, lhs.shape, lhs.dtype, rhs):
+  if _fits(multiply, implementation, stash, lhs.shape, lhs.dtype, rhs):
     check_push(stash, [lhs], ragged)
     stash, lhs = first_order_only((stash, lhs))
     stash, slot = take_rows(stash, ragged, is_congruent=True)
     operands = lhs, rhs, stash.buffers[0], group_sizes, group_offset, _place(ragged, slot)
     out, buffer = in_place.gmm_and_keep(*operands, multiply, implementation)
     stash = dataclasses.replace(stash, buffers=(buffer,))
+    slot = sum_kept_rows(stash, slot, lhs.shape[0])
   else:
     out = multiply(lhs, rhs, group_sizes, group_offset)
     if debugging.is_debugging():
@@ -151,11 +157,13 @@ def _backward(multiply, padding, implementation, saved, cotangents):
   groups = group_sizes, group_offset
   (residual,) = d_stash.residuals
   shape = ragged.total_rows, *residual.shape
-  is_copied = slot.checksum is not None  # As it was when the forward pass was traced.
-  if not is_copied and _fits(multiply, implementation, d_stash, shape, residual.dtype, rhs):
-    buffer = d_stash.buffers[0]
+  if _fits(multiply, implementation, d_stash, shape, residual.dtype, rhs):
+    buffer, place = d_stash.buffers[0], _place(ragged, slot)
+    if slot.checksum is not None:
+      is_intact = are_kept_rows_intact(d_stash, slot, shape[0])
+      place = place._replace(start=jnp.where(is_intact, place.start, -1))
     d_stash, d_out = receive(d_stash, slot, d_out)
-    operands = buffer, d_out, rhs, *groups, _place(ragged, slot), shape[1]
+    operands = buffer, d_out, rhs, *groups, place, shape[1]
     d_rhs = in_place.tgmm(*operands, multiply, implementation)
     of_lhs, _ = vary_alike(jnp.zeros(shape, residual.dtype), d_out)  # It has no influence.
     d_lhs = multiply.gradient("lhs", d_out, of_lhs, rhs, *groups)

@@ -21,7 +21,14 @@ from pallas_stash.kernels.activation import Beside, wide
 from pallas_stash.kernels.megablox import Megablox
 from pallas_stash.kernels.visits import Place
 from pallas_stash.ragged import as_int32, RaggedRows
-from pallas_stash.stash import check_push, read_rows, Stash, take_rows
+from pallas_stash.stash import (
+  are_kept_rows_intact,
+  check_push,
+  read_rows,
+  Stash,
+  sum_kept_rows,
+  take_rows,
+)
 from pallas_stash.storage import match_residuals
 from pallas_stash.varying import empty, refuse_sharded, vary_alike
 
@@ -57,10 +64,10 @@ def grouped_mlp(
   On a TPU the matmul of the forward pass writes both products to the stash as it makes them, and
   the backward pass reads them there: neither exists at worst-case size but where it did not fit.
   The other matmuls are megablox's. Elsewhere all are `lax.ragged_dot`, and rows are copied to the
-  stash and back. So they are on a TPU in `debug`, where row tiles are no multiple of 16 or have
-  more rows than the stash, and where column tiles do not divide the width of the stash; and what
-  megablox does not take, which is other dtypes than float32 and bfloat16, rows that are no multiple
-  of the row tile and tiles of columns that are none of 128, is `lax.ragged_dot` there, too.
+  stash and back. So they are on a TPU where row tiles are no multiple of 16 or have more rows than
+  the stash, and where column tiles do not divide the width of the stash; and what megablox does not
+  take, which is other dtypes than float32 and bfloat16, rows that are no multiple of the row tile
+  and tiles of columns that are none of 128, is `lax.ragged_dot` there, too.
 
   Gradients are exact at any capacity: products that do not fit are made again from `x`. They are
   those of the matmuls, each rounded to the dtype of `x`, and of the activation in float32.
@@ -172,8 +179,7 @@ def _forward(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
   operands = x, w_gate, w_up, group_sizes, beside
   ragged = RaggedRows(group_sizes, m)
   stash = batch_alike(stash, (*operands, w_down))
-  # The rows that the mode of debug sums up are those that a copy is made of.
-  if not debugging.is_debugging() and static.is_in_place(stash, x, w_gate, w_up, w_down):
+  if static.is_in_place(stash, x, w_gate, w_up, w_down):
     check_push(stash, [jax.ShapeDtypeStruct((m, n), x.dtype)] * 2 + [x] * static.keep_x, ragged)
     stash, operands = first_order_only((stash, operands))
     order = static.order(stash, k, n)
@@ -182,6 +188,7 @@ def _forward(static, stash, x, w_gate, w_up, w_down, group_sizes, beside):
     hidden, *kept = mlp.hidden_and_keep(static.mlp, *operands, buffers, place)
     kept = dict(zip(order, kept, strict=True))
     stash = dataclasses.replace(stash, buffers=tuple(kept[i] for i in range(len(order))))
+    slot = sum_kept_rows(stash, slot, m)
   else:
     gate, up = mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
     hidden = mlp.hidden_of(static.mlp, gate, up, group_sizes, beside)
@@ -204,14 +211,16 @@ def _backward(static, saved, cotangents):
   d_stash, d_out = receive(d_stash, slot, d_out)
   # An activation may hide that its gradient is NaN, so that it is said beside.
   is_known = ~jnp.isnan(d_stash.canary[0])
+  m, k = d_out.shape[0], w_gate.shape[1]
+  of_x = jax.ShapeDtypeStruct((m, k), d_out.dtype)
+  is_in_place = static.is_in_place(contents, of_x, w_gate, w_up, w_down)
+  if is_in_place:
+    is_known &= are_kept_rows_intact(contents, slot, m)
   if static.keep_x:  # There is nothing to make the products from.
     is_known &= slot.is_stored()[0]
     d_out = jnp.where(is_known, d_out, jnp.full_like(d_out, jnp.nan))
-  m, k = d_out.shape[0], w_gate.shape[1]
   operands = static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
-  is_copied = slot.checksum is not None  # As it was when the forward pass was traced.
-  of_x = jax.ShapeDtypeStruct((m, k), d_out.dtype)
-  if not is_copied and static.is_in_place(contents, of_x, w_gate, w_up, w_down):
+  if is_in_place:
     rows, d_w_gate, d_w_up = _backward_in_place(*operands)
   else:
     rows, d_w_gate, d_w_up = _backward_by_copies(*operands)

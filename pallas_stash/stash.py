@@ -313,6 +313,33 @@ def read_rows(
   return debugging.verify(values, ragged, slot.checksum, is_readable)
 
 
+def sum_kept_rows(stash: Stash, slot: Slot, total_rows: int) -> Slot:
+  """Returns the slot; in the mode of `debug`, with a checksum of its rows where the stash has them.
+
+  For what stores rows itself, where `take_rows` says. `total_rows` is the most that a slot has.
+  """
+  if not debugging.is_debugging():
+    return slot
+  return slot._replace(checksum=debugging.checksums(*_rows_in_stash(stash, slot, total_rows)))
+
+
+def are_kept_rows_intact(stash: Stash, slot: Slot, total_rows: int) -> jax.Array:
+  """Returns bool[]: whether the rows of a slot are what `sum_kept_rows` summed up, if it did."""
+  if slot.checksum is None:
+    return jnp.bool_(True)
+  values, ragged = _rows_in_stash(stash, slot, total_rows)
+  return jnp.all(debugging.check_rows(values, ragged, slot.checksum, slot.is_stored()[0]))
+
+
+def _rows_in_stash(stash, slot, total_rows):
+  """Returns a part of each buffer in which the rows of the slot are, and where they are in it."""
+  count = min(total_rows, stash.rows_per_shard)
+  first = jnp.clip(slot.start[0], 0, stash.rows_per_shard - count)
+  values = [lax.dynamic_slice_in_dim(buffer, first, count) for buffer in stash.buffers]
+  rows = jnp.where(slot.is_stored(), slot.rows, 0)
+  return values, RaggedRows(rows, count, slot.start - first)
+
+
 def check_slot(slot):
   arguments.check_type("slot", slot, Slot, "a Slot, as `push` returned it")
 

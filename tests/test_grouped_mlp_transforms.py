@@ -148,12 +148,13 @@ def test_in_both_structures(capacity):
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
-def test_debug_sums_up_the_rows(is_changed):
+@pytest.mark.parametrize("tiling", [TILING, (8, *TILING[1:])], ids=["in place", "copied"])
+def test_debug_sums_up_the_rows(tiling, is_changed):
   """A bit that changes before the backward pass makes its gradients NaN."""
 
   def run(x, w_gate, *others):
     stash = ps.Stash.empty(ROWS + 1, specs())
-    out, stash = ps.grouped_mlp(stash, x, w_gate, *others[:2], SIZES, tiling=TILING)
+    out, stash = ps.grouped_mlp(stash, x, w_gate, *others[:2], SIZES, tiling=tiling)
     changed = stash.buffers[0].at[7, 3].add(float(is_changed))
     stash = dataclasses.replace(stash, buffers=(changed, stash.buffers[1]))
     return ps.seal(out, stash), None

@@ -4,6 +4,7 @@ Whether it is on is asked while a program is traced. Off, nothing of it is in th
 says about rows that are not where `RaggedRows` says is in `misplaced_rows`.
 """
 
+from collections.abc import Sequence
 import contextlib
 import math
 import os
@@ -32,6 +33,7 @@ def debug(enabled: bool = True) -> contextlib.AbstractContextManager:
   - `push` keeps a checksum of the rows of each residual in the slot; `restore` and the backward
     pass compare it with that of the rows that come back. Rows that differ, or that come back to
     other places than they were pushed from, are printed and become NaN, all of their residual.
+    Rows that a matmul keeps and reads in the stash itself are summed up there.
   - a line is printed, once for each program, where rows outside of the groups are pushed that are
     not constant, or such rows of a function's result have a cotangent. Padding may be like that, so
     no value changes; but if the layout needs `group_starts` that `RaggedRows` was not given, then
@@ -64,7 +66,7 @@ def is_debugging() -> bool:
   return _mode.value
 
 
-def checksums(values: tuple[jax.Array, ...], ragged: RaggedRows) -> jax.Array:
+def checksums(values: Sequence[jax.Array], ragged: RaggedRows) -> jax.Array:
   """Returns uint32[1, residuals]: a checksum of the rows in groups of each of `values`.
 
   It is a sum over elements of their bits, times an odd factor that depends on row and column. So
@@ -108,17 +110,27 @@ def verify(
     expected: uint32[1, residuals], their checksums when they were pushed.
     is_read: bool[], whether they were read from the stash at all.
   """
-  is_intact = (checksums(values, ragged) == expected)[0]
+  are_intact = check_rows(values, ragged, expected, is_read)
+  nan = lambda value: jnp.full((), jnp.nan, value.dtype)
+  pairs = zip(are_intact, values, strict=True)
+  return tuple(dtypes.select(is_intact, value, nan(value)) for is_intact, value in pairs)
 
-  def check(value, is_intact):
+
+def check_rows(
+  values: Sequence[jax.Array], ragged: RaggedRows, expected: jax.Array, is_read: jax.Array
+) -> jax.Array:
+  """Returns bool[residuals]: whether rows are what was pushed. Of those that are not, it says so.
+
+  Args are those of `verify`.
+  """
+  are_intact = (checksums(values, ragged) == expected)[0]
+  for value, is_intact in zip(values, are_intact, strict=True):
     message = (
       f"{{rows}} rows of the residual {describe_row(value)} came back from the stash other than"
       " they were pushed; they are NaN."
     )
     say_if(is_read & ~is_intact, message, rows=ragged.num_rows())
-    return dtypes.select(is_intact, value, jnp.full((), jnp.nan, value.dtype))
-
-  return tuple(map(check, values, is_intact))
+  return are_intact
 
 
 def describe_row(rows: jax.Array) -> str:
