@@ -8,10 +8,12 @@ from pallas_stash.checks.padding_check import check_padding, PaddingReport
 from pallas_stash.gmm import gmm
 from pallas_stash.grouped_mlp import grouped_mlp
 from pallas_stash.handover import seal, SLOT_NAME
+from pallas_stash.policies import mark_rows, policy_by_name, save_in_stash
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
 from pallas_stash.stash import Stash
 from pallas_stash.stats import StashStats
+from pallas_stash.threaded import threaded
 
 __version__ = "0.1.0"
 
@@ -23,8 +25,11 @@ __all__ = [
   "dynamic_update_slice",
   "gmm",
   "grouped_mlp",
+  "mark_rows",
   "PaddingReport",
+  "policy_by_name",
   "RaggedRows",
+  "save_in_stash",
   "seal",
   "sizing",
   "Slot",
@@ -32,4 +37,5 @@ __all__ = [
   "Stash",
   "StashedFunction",
   "StashStats",
+  "threaded",
 ]

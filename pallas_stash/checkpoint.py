@@ -7,20 +7,18 @@ import numbers
 from typing import Any
 
 import jax
-from jax import lax
 
 from pallas_stash import kernels
 from pallas_stash.arguments import describe
-from pallas_stash.batching import batch_alike
 from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.explanation import Explanation
-from pallas_stash.handover import name_slot, receive, with_rules
+from pallas_stash.handover import name_slot
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.residuals import Residuals, trace_forward
-from pallas_stash.stash import read_rows, Stash
-from pallas_stash.storage import match_residuals
-from pallas_stash.varying import vary_alike, vary_over, varying_axes
+from pallas_stash.residuals import Residuals
+from pallas_stash.stash import Stash
+from pallas_stash.stashed_call import StashedCall
+from pallas_stash.varying import vary_alike, varying_axes
 
 
 def checkpoint(
@@ -109,23 +107,24 @@ class StashedFunction:
     kernels.check_implementation(implementation)
     # What is not hashable is cached by the identity of an object of its own.
     self._fun = fun if isinstance(fun, Hashable) else functools.partial(fun)
-    self._policy = policy
-    self._axis_name = axis_name
-    self._padding, self._implementation = padding, implementation
     # Not its docstring: `help` is to tell how this is called.
     functools.update_wrapper(self, fun, ("__module__", "__name__", "__qualname__"), ())
     self.__name__ = getattr(fun, "__name__", repr(fun))
     self.__signature__ = _signature_with_stash(fun)
 
-    def evaluate(*args, **kwargs):
+    def evaluate(args, kwargs):
       traced, out = self._trace(args, kwargs)
       leaves = jax.core.eval_jaxpr(traced.jaxpr, traced.consts, *jax.tree.leaves((args, kwargs)))
-      return jax.tree.unflatten(jax.tree.structure(out), leaves)
+      return jax.tree.unflatten(jax.tree.structure(out), leaves), ()
 
-    self._evaluate = evaluate
-    saving = evaluate if policy is None else jax.checkpoint(evaluate, policy=policy)
-    # An object of its own, by whose identity what is traced of it is cached.
-    self._vjp = lambda args, kwargs: jax.vjp(lambda a, k: saving(*a, **k), args, kwargs)
+    self._call = StashedCall(
+      self.__name__,
+      evaluate,
+      policy=policy,
+      axis_name=axis_name,
+      padding=padding,
+      implementation=implementation,
+    )
 
   def __repr__(self):
     return f"checkpoint({self._fun!r})"
@@ -137,8 +136,7 @@ class StashedFunction:
     check_arguments(args, kwargs)
     stash, ragged, args, kwargs = vary_alike(stash, ragged, args, kwargs)
     self._trace(args, kwargs)  # Here, so that what is wrong with them is said here.
-    stashed = with_rules(self._primal, self._forward, self._backward)
-    out, stash = stashed(stash, ragged, args, kwargs)
+    out, (stash,) = self._call([stash], (ragged,), args, kwargs)
     return watch_results(out, ragged, name_slot), stash
 
   def residuals(
@@ -154,10 +152,7 @@ class StashedFunction:
     """
     found = self.find_residuals(ragged, args, kwargs)
     found.require_any(self.__name__)
-    avals = [variable.aval for variable in found.variables("stashed")]
-    return [
-      jax.ShapeDtypeStruct(a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type) for a in avals
-    ]
+    return found.row_specs(range(len(found.of_kind("stashed"))))
 
   def find_residuals(self, ragged: RaggedRows | int, args: tuple, kwargs: dict) -> Residuals:
     """Returns the residuals of a call with these arguments."""
@@ -166,8 +161,7 @@ class StashedFunction:
     if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
       ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
     self._trace(args, kwargs)
-    forward = trace_forward(self._vjp, args, kwargs)
-    return Residuals(forward, ragged.total_rows, _paths_of(args, kwargs))
+    return self._call.find_residuals((ragged,), args, kwargs, labels=_paths_of(args, kwargs))
 
   def explain(self, ragged: RaggedRows | int, /, *args: Any, **kwargs: Any) -> Explanation:
     """Tells what becomes of each residual, and why. Print it to see a table.
@@ -178,48 +172,7 @@ class StashedFunction:
     found = self.find_residuals(ragged, args, kwargs)
     arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
     residuals, names = tuple(found.different), tuple(found.names())
-    return Explanation(found.total_rows, residuals, tuple(arguments), names)
-
-  def _primal(self, stash, ragged, args, kwargs):
-    return self._evaluate(*args, **kwargs), batch_alike(stash, (ragged, args, kwargs))
-
-  def _forward(self, stash, ragged, args, kwargs):
-    found = self.find_residuals(ragged, args, kwargs)
-    found.require_any(self.__name__)
-    if self._policy is not None:
-      found.warn_of_misshapen()
-    out, leaves = found.forward.evaluate((args, kwargs))
-    stash = batch_alike(stash, (ragged, args, kwargs))
-    rows = found.take("stashed", leaves)
-    options = {"axis_name": self._axis_name, "implementation": self._implementation}
-    stash, slot = stash.push(rows, ragged, **options)
-    saved = name_slot(slot), ragged, args, kwargs, found.take("ordinary", leaves)
-    return (out, stash), jax.tree_util.Partial(functools.partial(self._pull_back, found), *saved)
-
-  def _backward(self, pull_back, cotangents):
-    return pull_back(*cotangents)
-
-  def _pull_back(self, found, slot, ragged, args, kwargs, ordinary, d_out, d_stash):
-    stashed = found.of_kind("stashed")
-    order = match_residuals(d_stash.residuals, [(row.shape[1:], row.dtype) for row in stashed])
-    contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
-    operands = (contents, slot, ragged, args, kwargs)
-
-    def restore(contents, slot, ragged, args, kwargs):
-      del args, kwargs
-      is_stored, options = slot.is_stored(), (self._implementation, self._padding)
-      rows = read_rows(contents, slot, ragged, is_stored, *options)
-      return tuple(rows[index] for index in order)
-
-    def recompute(contents, slot, ragged, args, kwargs):
-      del contents, slot, ragged
-      rows = found.take("stashed", found.forward.evaluate((args, kwargs))[1])
-      return vary_over(rows, varying_axes(operands))
-
-    rows = lax.cond(slot.is_stored()[0], restore, recompute, *operands)
-    d_stash, d_out = receive(d_stash, slot, d_out)
-    d_args, d_kwargs = found.rebuild((args, kwargs), rows, ordinary)(d_out)
-    return d_stash, None, d_args, d_kwargs
+    return Explanation(*found.total_rows, residuals, tuple(arguments), names)
 
   def _trace(self, args, kwargs):
     """Returns the jaxpr of the function and the shapes of its result, traced once for a shape."""

@@ -9,10 +9,10 @@ import warnings
 import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
-from jax.extend.source_info_util import summarize
 import jax.numpy as jnp
 
 from pallas_stash import dtypes
+from pallas_stash.jaxprs import line_of, name_given_by, names_in
 
 # Where the jaxpr of what is called is among the parameters of a call.
 CALLS = {
@@ -79,7 +79,15 @@ def _rounds_to_itself(equation):
 _OFFLOADED = "is offloaded by the policy"
 _OF_OTHER_DTYPE = "has no floating-point dtype with NaN, to come back in as a cotangent"
 
+_NOT_FOR_THE_STASH = "is saved by the policy beside the stash"
+
+_AS_THE_POLICY_SAYS = _OFFLOADED, _OF_OTHER_DTYPE, _NOT_FOR_THE_STASH
+
 Kind = Literal["stashed", "argument", "constant", "ordinary"]
+
+# Gives the mark of a residual with a name, or with None: which of several `RaggedRows` says where
+# its rows are. None for a residual that is not for the stash.
+MarkOf = Callable[[str | None], int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,13 +125,17 @@ class Residuals:
 
   Attributes:
     forward: the forward pass.
+    total_rows: of each mark.
     different: each `Residual` once, though several leaves of the function of cotangents may be it.
+    pushes: for each mark that residuals have, which of those that are stashed have it.
   """
 
-  def __init__(self, forward: Forward, total_rows: int, labels: Sequence[str]):
+  def __init__(
+    self, forward: Forward, total_rows: Sequence[int], mark_of: MarkOf, labels: Sequence[str]
+  ):
     """Finds them; `labels` has a name of each leaf of the arguments."""
     self.forward, self.total_rows = forward, total_rows
-    self.different, self._variables = [], []
+    self.different, self._variables, self.pushes = [], [], {}
     self._sources = []  # Of each leaf of the function of cotangents: a kind, and which of it.
     self._literals = []
     jaxpr = forward.jaxpr
@@ -141,10 +153,15 @@ class Residuals:
         source = "constant", jaxpr.constvars.index(origin.variable)
         reason = "is a constant of the program"
       else:
-        reason = _why_not_stashed(variable.aval, total_rows)
+        mark = mark_of(origin.name)
+        reason = _NOT_FOR_THE_STASH
+        if mark is not None:
+          reason = why_not_stashed(variable.aval, total_rows[mark])
         kind = "ordinary" if reason else "stashed"
         source = kind, stored.count(kind)
         stored.append(kind)
+        if not reason:
+          self.pushes.setdefault(mark, []).append(source[1])
       description = tuple(variable.aval.shape), variable.aval.dtype, source[0], reason
       self.different.append(Residual(origin.name, operation, origin.line, *description))
       self._variables.append(variable)
@@ -168,7 +185,7 @@ class Residuals:
       return
     names = ", ".join(map(repr, self.names())) or "none"
     raise ValueError(
-      f"No residual has ragged.total_rows={self.total_rows} rows, at least two axes and a"
+      f"No residual has ragged.total_rows={self.total_rows[0]} rows, at least two axes and a"
       " floating-point dtype. Residuals beside the arguments:"
       f" {', '.join(map(str, self.of_kind('ordinary'))) or 'none'}. Names in {function_name}:"
       f" {names}; does the policy save them?"
@@ -176,17 +193,21 @@ class Residuals:
 
   def names(self) -> list[str]:
     """Returns the `checkpoint_name`s in the function, whether the policy saves them or not."""
-    return sorted(_names_in(self.forward.jaxpr))
+    return sorted(names_in(self.forward.jaxpr))
 
-  def variables(self, kind: Kind) -> list[Any]:
-    """Returns the variables that those of a kind are in `forward.jaxpr`."""
+  def row_specs(self, indices: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shape and dtype of one row of some of those that are stashed."""
     pairs = zip(self.different, self._variables, strict=True)
-    return [variable for residual, variable in pairs if residual.kind == kind]
+    avals = [variable.aval for residual, variable in pairs if residual.kind == "stashed"]
+    of_row = lambda a: jax.ShapeDtypeStruct(
+      a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type
+    )
+    return [of_row(avals[index]) for index in indices]
 
   def warn_of_misshapen(self) -> None:
     """Warns of each residual that has a name and is not stashed for its shape."""
     for residual in self.of_kind("ordinary"):
-      if residual.name and residual.reason not in (_OFFLOADED, _OF_OTHER_DTYPE):
+      if residual.name and residual.reason not in _AS_THE_POLICY_SAYS:
         warnings.warn(
           f"{residual} is named in the policy, and not stashed: it {residual.reason}. It is kept at"
           f" its full size for every layer ({residual.source}).",
@@ -216,14 +237,7 @@ def is_row_shaped(leaf: Any, total_rows: int) -> bool:
   return dtypes.is_of_stash(leaf.dtype) and leaf.ndim >= 2 and leaf.shape[0] == total_rows
 
 
-def _names_in(jaxpr: Any) -> set[str]:
-  """Returns the `checkpoint_name`s in a jaxpr and in those that it calls."""
-  names = {_name_given_by(equation) for equation in jaxpr.eqns} - {None}
-  inner = (jaxpr for equation in jaxpr.eqns for jaxpr in jex.jaxprs_in_params(equation.params))
-  return names.union(*map(_names_in, inner))
-
-
-def _why_not_stashed(aval, total_rows):
+def why_not_stashed(aval: Any, total_rows: int) -> str | None:
   """Returns why a value that is neither argument nor constant is not stashed; None if it is."""
   shape = list(aval.shape)
   if not dtypes.is_of_stash(aval.dtype):
@@ -260,7 +274,7 @@ def _origin_of(variable, made_by):
   name = line = None
   while not isinstance(variable, jex.Literal) and variable in made_by:
     equation = made_by[variable]
-    made_at = summarize(equation.source_info)
+    made_at = line_of(equation)
     if equation.primitive in CALLS:
       inner = equation.params[CALLS[equation.primitive]]
       inner = getattr(inner, "jaxpr", inner)
@@ -269,7 +283,7 @@ def _origin_of(variable, made_by):
       if origin.variable not in inner.invars:
         return _Origin(variable, origin.operation or equation.primitive.name, name, line)
       variable = equation.invars[inner.invars.index(origin.variable)]
-    elif (given := _name_given_by(equation)) or _changes_nothing(equation):
+    elif (given := name_given_by(equation)) or _changes_nothing(equation):
       if given and not name:
         name, line = given, made_at
       variable = equation.invars[0]
@@ -281,11 +295,3 @@ def _origin_of(variable, made_by):
 def _changes_nothing(equation):
   is_copy = equation.primitive.name in ("copy", "device_put") and len(equation.invars) == 1
   return is_copy or _rounds_to_itself(equation)
-
-
-def _name_given_by(equation):
-  """Returns the name if the equation is a `checkpoint_name`, of any of its two implementations."""
-  if equation.primitive == primitives.name_p:
-    return equation.params["name"]
-  inner = equation.params.get("_prim")  # Under `jax_remat3`.
-  return inner.params["name"] if type(inner).__name__ == "CheckpointName" else None

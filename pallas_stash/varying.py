@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 
 def varying_axes(tree: Any) -> frozenset[str]:
-  """Returns the mesh axes over which any leaf, an array or a `ShapeDtypeStruct`, varies."""
+  """Returns the mesh axes over which any leaf, an array or what has its type, varies."""
   return frozenset().union(*map(_varying_axes, jax.tree.leaves(tree)))
 
 
@@ -32,8 +32,8 @@ def vary_alike(*trees: Any) -> tuple[Any, ...]:
 
 
 def _varying_axes(leaf):
-  is_struct = isinstance(leaf, jax.ShapeDtypeStruct)
-  manual_axis_type = (leaf if is_struct else jax.typeof(leaf)).manual_axis_type
+  is_type = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.AbstractValue)
+  manual_axis_type = (leaf if is_type else jax.typeof(leaf)).manual_axis_type
   return manual_axis_type.varying if manual_axis_type else frozenset()
 
 

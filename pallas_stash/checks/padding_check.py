@@ -224,7 +224,7 @@ class _Check:
   def results_outside(self):
     """Returns the labels of the results that hold data outside of the groups."""
     is_data = lambda x: (
-      has_rows(x, self.residuals.total_rows) and data_outside(jnp.asarray(x), ~self.is_padding)
+      has_rows(x, self.residuals.total_rows[0]) and data_outside(jnp.asarray(x), ~self.is_padding)
     )
     pairs = zip(self.labels, self.plain, strict=True)
     return tuple(label for label, x in pairs if label.startswith("result") and is_data(x))
