@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.source_info_util import register_exclusion
 
 from pallas_stash.arguments import check_type, describe
 from pallas_stash.handover import SLOT_NAME
 from pallas_stash.ragged import RaggedRows
+
+# A mark is of the line that calls `mark_rows`.
+register_exclusion(__file__)
 
 # Of the names that are given here, none of which a policy is to save: to marks, and, in what
 # `threaded` makes of a function, to each value for the stash, with the number of its mark.

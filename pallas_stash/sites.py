@@ -217,10 +217,16 @@ def _refuse_inner_sites(jaxpr, policy):
 def _tags(events):
   """Returns the name of each value for the stash with the number of its mark."""
   marks = [event for event in events if event.mark and not event.mark.is_starts]
-  is_seen = 0
+  for event in marks:
+    if len(event.equation.outvars[0].aval.shape) != 1:
+      raise ValueError(
+        f"mark_rows at {line_of(event.equation)} is under vmap: rows of several examples cannot be"
+        " in one stash. Call `threaded` inside of vmap, or do without it there."
+      )
+  num_seen = 0
   for event in events:
     if event.mark:
-      is_seen += not event.mark.is_starts
+      num_seen += not event.mark.is_starts
       continue
     aval, line = event.equation.outvars[0].aval, line_of(event.equation)
     what = f"{event.name!r}, {aval.dtype}{list(aval.shape)} ({line}), is for the stash"
@@ -231,16 +237,10 @@ def _tags(events):
       )
     fitting = [i for i, e in enumerate(marks) if not why_not_stashed(aval, e.mark.total_rows)]
     if not fitting:
-      reason = why_not_stashed(aval, marks[max(is_seen - 1, 0)].mark.total_rows)
+      reason = why_not_stashed(aval, marks[max(num_seen - 1, 0)].mark.total_rows)
       raise ValueError(f"{what}, and cannot be: it {reason}.")
-    before = [mark for mark in fitting if mark < is_seen]
+    before = [mark for mark in fitting if mark < num_seen]
     yield name_in_mark(event.name, before[-1] if before else fitting[0])
-  for event in marks:
-    if len(event.equation.outvars[0].aval.shape) != 1:
-      raise ValueError(
-        f"mark_rows at {line_of(event.equation)} is under vmap: rows of several examples cannot be"
-        " in one stash. Call `threaded` inside of vmap, or do without it there."
-      )
 
 
 def _extent(jaxpr, events):
