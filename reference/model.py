@@ -19,7 +19,9 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from reference import mla
 from reference import moe as moe_lib
+from reference.norm import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Config:
     top_k: experts a token.
     layers: decoder layers.
     num_heads: attention heads; 0 for layers without attention.
+    latent_attention: the sizes of multi-head latent attention; None for plain attention.
     expert_axis: the mesh axis that the experts are spread over.
     fsdp_axis: a mesh axis that each expert's weights are sharded over between uses; None for none.
     dtype: of parameters and activations. Norms and router compute in float32.
@@ -48,6 +51,7 @@ class Config:
   top_k: int
   layers: int
   num_heads: int = 0
+  latent_attention: mla.Sizes | None = None
   expert_axis: str = "expert"
   fsdp_axis: str | None = None
   dtype: Any = jnp.float32
@@ -57,7 +61,10 @@ class Config:
   def __post_init__(self):
     if self.top_k > self.num_experts:
       raise ValueError(f"{self.top_k=} must be at most {self.num_experts=}")
-    if self.num_heads and self.width % self.num_heads:
+    if self.latent_attention is not None:
+      if not self.num_heads:
+        raise ValueError(f"{self.num_heads=} must be at least 1 with {self.latent_attention=}")
+    elif self.num_heads and self.width % self.num_heads:
       raise ValueError(f"{self.width=} must be a multiple of {self.num_heads=}")
 
 
@@ -87,6 +94,11 @@ def init(config, key):
   }
   if heads:
     layer_params["attention_norm"] = ones(layers, width)
+  if config.latent_attention is not None:
+    layer_params["attention"] = mla.init(
+      config.latent_attention, heads, width, layers, config.dtype, next(keys)
+    )
+  elif heads:
     layer_params["attention"] = {
       "qkv": normal(layers, width, 3, heads, width // heads, scale=width**-0.5),
       "out": normal(layers, heads, width // heads, width, scale=width**-0.5),
@@ -115,18 +127,19 @@ def param_specs(config):
   }
 
 
-def rms_norm(x, scale):
-  """Scales each token of x, [..., width], to unit mean square, then by `scale`, [width]."""
-  x32 = x.astype(jnp.float32)
-  x32 *= lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)
-  return x32.astype(x.dtype) * scale
-
-
 def attention(x, params):
   """Causal self-attention over x, [batch, seq, width], without position encoding."""
   query, key, value = jnp.einsum("bsw,wphd->pbshd", x, params["qkv"])
   out = jax.nn.dot_product_attention(query, key, value, is_causal=True)
   return jnp.einsum("bshd,hdw->bsw", out, params["out"])
+
+
+def attention_of(config):
+  """Returns the attention that a model has: `(x, params) -> y`, both [batch, seq, width]."""
+  if config.latent_attention is None:
+    return attention
+  sizes, num_heads = config.latent_attention, config.num_heads
+  return functools.partial(mla.attention, sizes=sizes, num_heads=num_heads)
 
 
 def decoder_layer(x, state, layer_params, *, config, ffn=None, moe=moe_lib.moe_block):
@@ -144,7 +157,8 @@ def decoder_layer(x, state, layer_params, *, config, ffn=None, moe=moe_lib.moe_b
     group_sizes: int32[experts], the rows that each expert received.
   """
   if config.num_heads:
-    x += attention(rms_norm(x, layer_params["attention_norm"]), layer_params["attention"])
+    normed = rms_norm(x, layer_params["attention_norm"])
+    x += attention_of(config)(normed, layer_params["attention"])
   normed = rms_norm(x, layer_params["moe_norm"])
   y, state, group_sizes = moe(normed, layer_params["moe"], state, config=config, ffn=ffn)
   return x + y, state, group_sizes
