@@ -1,6 +1,6 @@
 """Activation memory of dropless mixture-of-experts training: keep the rows that are there."""
 
-from pallas_stash import sizing
+from pallas_stash import permute, sizing
 from pallas_stash.allocators import Slot
 from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.checks.debugging import debug
@@ -27,6 +27,7 @@ __all__ = [
   "grouped_mlp",
   "mark_rows",
   "PaddingReport",
+  "permute",
   "policy_by_name",
   "RaggedRows",
   "save_in_stash",

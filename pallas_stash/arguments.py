@@ -29,6 +29,14 @@ def static_int(name: str, value: Any, meaning: str = "") -> int:
   raise ValueError(f"{name}={describe(value)} must be a static int{meaning}.")
 
 
+def positive_int(name: str, value: Any) -> int:
+  """Returns an integer above zero that is known while the program is traced."""
+  value = static_int(name, value)
+  if value < 1:
+    raise ValueError(f"{name}={value} must be positive.")
+  return value
+
+
 def as_array(name: str, value: Any, what: str = "an array") -> jax.Array:
   """Returns what `jnp.asarray` makes of a value."""
   try:
@@ -51,10 +59,7 @@ def as_groups(name: str, value: Any) -> Any:
   if not _is_array_like(value):
     is_empty = isinstance(value, list | tuple) and not value
     value = jnp.zeros((0,), jnp.int32) if is_empty else as_array(name, value, "int[groups]")
-  if not jnp.issubdtype(value.dtype, jnp.integer):
-    raise ValueError(f"{name} of dtype {value.dtype} must have an integer dtype.")
-  if len(value.shape) != 1:
-    raise ValueError(f"{name} of shape {value.shape} must have rank 1: [groups].")
+  check_integers(name, value, ("groups",))
   return value
 
 
@@ -74,6 +79,15 @@ def row_specs(residuals: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
       raise ValueError(f"residuals[{index}]={describe(residual)} must be a {what}.")
   # As Python integers: products of NumPy's may overflow.
   return tuple(jax.ShapeDtypeStruct(tuple(map(int, r.shape)), r.dtype) for r in residuals)
+
+
+def check_integers(name: str, array: Any, axes: tuple[str, ...]) -> None:
+  """Raises a ValueError unless an array is of integers, and has one axis for each of `axes`."""
+  if not jnp.issubdtype(array.dtype, jnp.integer):
+    raise ValueError(f"{name} of dtype {array.dtype} must have an integer dtype.")
+  if len(array.shape) != len(axes):
+    axes = f"rank {len(axes)}: [{', '.join(axes)}]"
+    raise ValueError(f"{name} of shape {array.shape} must have {axes}.")
 
 
 def check_type(name: str, value: Any, of: type, what: str) -> None:
