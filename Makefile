@@ -4,6 +4,7 @@
 # of the sampled ones, another one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
+# `make parity` trains a small model in five ways of spreading its experts, with the stash and without.
 # `make bench` and `make traffic` need the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,7 @@ REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 # What is imported is compiled then.
 INSTALL = install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: chip demo fit bench bench-check traffic test suite test-long lint dependencies ready clean
+.PHONY: chip demo fit parity bench bench-check traffic test suite test-long lint dependencies ready clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -37,6 +38,9 @@ suite: $(VENV)/ready
 
 test-long: $(VENV)/ready
 	XLA_FLAGS=--xla_backend_optimization_level=3 $(RUN) -m pytest --hypothesis-seed=$(SEED)
+
+parity: $(VENV)/ready
+	$(RUN) -m bench.parity
 
 chip: $(VENV)/ready
 	$(RUN) -m bench.chip $(FLAGS)

@@ -63,7 +63,26 @@ def expert_ffn(
   Returns:
     [num_tokens, width], the weighted sum of the experts' outputs for each token.
   """
-  live = (jnp.arange(row_choices.shape[0]) < jnp.sum(group_sizes))[:, None]
+  rows, row_weights = rows_of(tokens, row_choices, weights), None
+  if weights_before_down_projection:
+    row_weights = row_weights_of(weights, row_choices)
+    weights = jnp.ones_like(weights)
+  out = expert_mlp(rows, group_sizes, experts, row_weights, grouped_matmul=grouped_matmul)
+  return sum_of_choices(out, choice_rows, weights, tokens.dtype)
+
+
+def expert_mlp(rows, group_sizes, experts, row_weights=None, *, grouped_matmul):
+  """The gated MLP of each expert, applied to its rows.
+
+  Args:
+    rows: [total_rows, width], sorted by expert; then padding, which may hold anything.
+    group_sizes, experts, grouped_matmul: as of `expert_ffn`, which tells of names.
+    row_weights: float32[total_rows], what to multiply the hidden rows with; None for nothing.
+
+  Returns:
+    [total_rows, width], zero in padding.
+  """
+  live = (jnp.arange(rows.shape[0]) < jnp.sum(group_sizes))[:, None]
 
   def mask(rows):
     return jnp.where(live, rows, 0)
@@ -74,16 +93,12 @@ def expert_ffn(
   def hidden_of(rows, name):
     return mask(checkpoint_name(project(rows, name), f"mlp{name}"))
 
-  rows = mask(rows_of(tokens, row_choices, weights))
+  rows = mask(rows)
   hidden = jax.nn.silu(hidden_of(rows, "wi_0")) * hidden_of(rows, "wi_1")
-  if weights_before_down_projection:
-    row_weights = row_weights_of(weights, row_choices)
-    # Masked for the cotangent's sake, of which the gradient of the weights is a sum.
-    out = mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), "wo"))
-    weights = jnp.ones_like(weights)
-  else:
-    out = mask(checkpoint_name(project(hidden, "wo"), "mlpwo"))
-  return sum_of_choices(out, choice_rows, weights, tokens.dtype)
+  if row_weights is None:
+    return mask(checkpoint_name(project(hidden, "wo"), "mlpwo"))
+  # Masked for the cotangent's sake, of which the gradient of the weights is a sum.
+  return mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), "wo"))
 
 
 def rows_of(tokens, row_choices, weights):
@@ -167,6 +182,14 @@ def sort_rows(expert_ids, first_expert, local_experts):
   return order[:total_rows], choice_rows, group_sizes
 
 
+def gather_experts(experts, config):
+  """Returns whole parameters of this device's experts, from the parts along `config.fsdp_axis`."""
+  if config.fsdp_axis is None:
+    return experts
+  gather = functools.partial(lax.all_gather, axis_name=config.fsdp_axis, axis=1, tiled=True)
+  return jax.tree.map(gather, experts)
+
+
 def moe_block(x, layer_params, state, *, config, ffn=None):
   """The layer on one device. Call it inside a `shard_map` over the axes that `config` names.
 
@@ -189,10 +212,7 @@ def moe_block(x, layer_params, state, *, config, ffn=None):
   gathered = lax.all_gather(tokens, config.expert_axis, tiled=True)
   expert_ids, weights = route(gathered, layer_params["router"], config)
   row_choices, choice_rows, group_sizes = sort_rows(expert_ids, first_expert, local_experts)
-  experts = layer_params["experts"]
-  if config.fsdp_axis is not None:
-    gather = functools.partial(lax.all_gather, axis_name=config.fsdp_axis, axis=1, tiled=True)
-    experts = jax.tree.map(gather, experts)
+  experts = gather_experts(layer_params["experts"], config)
   args = (gathered, row_choices, choice_rows, weights, group_sizes, experts)
   if ffn is None:
     out = ffn_of(config)(*args)
