@@ -51,6 +51,12 @@ def test_the_example_saves_memory_and_has_the_gradients_of_saved_residuals(examp
   assert_trees_equal(gradient(*arguments, capacity), gradient(*arguments, None))
 
 
+def test_three_lines_of_the_example_are_for_the_stash():
+  block, _ = BLOCK.search(README.read_text()).groups()
+  lines = [line for line in block.splitlines() if "ps." in line]
+  assert [f"# {number}." in line for number, line in enumerate(lines, 1)] == [True] * 3
+
+
 @pytest.mark.parametrize(
   "name",
   [
