@@ -141,7 +141,7 @@ EVERYTHING = {"is_weighted": True, "is_biased": True, "is_x_kept": True}
   "sizes, options",
   [
     long(RAGGED, {}),
-    once(RAGGED, {"dtype": "bfloat16"} | EVERYTHING | AT_THE_END),
+    long(RAGGED, {"dtype": "bfloat16"} | EVERYTHING | AT_THE_END),
     # More columns than a chunk has, the last of them not there.
     once([3, 1, 0, 2], {"k": 192, "n": 600, "tile_n": 640} | EVERYTHING | AT_THE_END),
     *(long(sizes, EVERYTHING) for sizes in ([64, 64], [0, 0, 0], [0, 17, 0, 128, 0])),

@@ -62,7 +62,7 @@ TILES_ALIKE = not jax.__version__.startswith("0.10.")
 @pytest.mark.parametrize(
   "chip, options",
   [
-    pytest.param("v5e", {}, marks=pytest.mark.both),
+    once("v5e", {}),
     *(long(chip, {}) for chip in CHIPS[1:]),
     long("v6e", {"groups_here": 4}),
     *(long(chip, {"groups_here": 4, "dtype": "float32"}) for chip in CHIPS),

@@ -106,10 +106,10 @@ FILLS_IT = {"start": 0, "rows_behind": 0}
   [
     long(RAGGED, {}),
     once(RAGGED, {"dtype": "bfloat16"} | AT_THE_END),
-    once([3, 1, 0, 2], AT_THE_END),  # Fewer than a tile: it reaches out of the stash.
+    long([3, 1, 0, 2], AT_THE_END),  # Fewer than a tile: it reaches out of the stash.
     once([50, 5, 71, 30], {"offset": 1, "groups_here": 2} | FILLS_IT),  # At both of its ends.
     once(RAGGED, {"k": 192, "transpose_rhs": True}),
-    once(RAGGED, {"is_stored": False}),
+    long(RAGGED, {"is_stored": False}),
     *(long(sizes, {}) for sizes in ([64, 64], [0, 0, 0], [3, 1, 0, 2], [0, 17, 0, 128, 0])),
     *(long(sizes, AT_THE_END) for sizes in (RAGGED, [0, 0, 0], [100, 156])),
     *(long(sizes, FILLS_IT) for sizes in (RAGGED, [3, 1, 0, 2], [100, 156])),

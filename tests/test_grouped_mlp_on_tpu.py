@@ -50,7 +50,7 @@ def arguments(dtype="bfloat16"):
 @pytest.mark.parametrize(
   "chip, options",
   [
-    pytest.param("v5p", {"is_weighted": True}, marks=pytest.mark.both),
+    once("v5p", {"is_weighted": True}),
     long("v6e", {"tiling": (512, 1024, 1024)}),
     long("tpu7x", {"dtype": "float32"}),
     *(long(chip, {"is_weighted": True, "keep_x": True}) for chip in CHIPS),
@@ -86,7 +86,8 @@ def is_in_place(compiled, buffer):
   return not compiled.copies(buffer) and not any(shape in x for x in compiled.outside_hbm())
 
 
-@pytest.mark.parametrize("implementation", [once("mosaic"), long(None)])
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["mosaic", None])
 def test_a_replay_makes_hidden_rows_again_without_the_stash(implementation):
   """Of a layer whose backward pass needs what the experts return."""
   args = arguments()

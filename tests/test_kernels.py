@@ -170,7 +170,7 @@ def test_few_rows_are_gathered_only_where_there_are_few():
 @pytest.mark.parametrize(
   "start, change",
   [
-    (0, {"num_cores_or_threads": 2}),
+    long(0, {"num_cores_or_threads": 2}),
     long(5, {"num_cores_or_threads": 2}),
     # A DMA that no one waits for then leaves its semaphore raised, which `no_races` reports.
     long(5, {"dma_execution_mode": "eager"}),

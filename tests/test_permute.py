@@ -10,7 +10,7 @@ import pytest
 
 from pallas_stash import permute
 from reference.permute import layout, scaled_sum
-from tests.helpers.checks import assert_trees_equal, once
+from tests.helpers.checks import assert_trees_equal, long, once
 from tests.helpers.permuting import choose, experts_of, operands_of, value_and_gradients
 from tests.helpers.support import assert_same_bits, random_bits
 
@@ -60,7 +60,7 @@ def check_layout(expert_ids, experts, alignment=1, first=0, **options):
   return permutation
 
 
-@pytest.mark.parametrize("to_one", [False, once(True)])
+@pytest.mark.parametrize("to_one", [False, long(True)])
 @pytest.mark.parametrize("tokens, width, experts, alignment", SIZES)
 def test_layout(tokens, width, experts, alignment, to_one):
   del width

@@ -15,7 +15,7 @@ import pytest
 
 import pallas_stash as ps
 from reference import model, moe
-from tests.helpers.checks import assert_trees_equal, FUSED, needs_devices
+from tests.helpers.checks import assert_trees_equal, FUSED, long, needs_devices
 from tests.helpers.moe_training import CONFIG, loss_function, NAMES, params_and_tokens, SAVE
 from tests.helpers.threaded_models import (
   LAYERS,
@@ -32,7 +32,11 @@ ALL = lambda worst_case_rows: worst_case_rows
 OVERFLOWS = lambda worst_case_rows: worst_case_rows // 8
 
 
-def results(fun, weights, **options):
+def weights_for(name):
+  return weights_of(5 if name == "blocks" else LAYERS)
+
+
+def results(fun, weights):
   """Returns the loss, its gradients, and the second result of `fun` if it has statistics."""
 
   def loss(x, weights):
@@ -45,25 +49,34 @@ def results(fun, weights, **options):
   return (value, gradients), stats
 
 
+@functools.cache
+def saved(name):
+  return results(MODELS[name](SAVE(*names_in(name))), weights_for(name))[0]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_saving(name):
-  build, weights = MODELS[name], weights_of(5 if name == "blocks" else LAYERS)
-  policy = ps.save_in_stash(*names_in(name))
-  expected, _ = results(build(SAVE(*names_in(name))), weights)
-  actual, stats = results(ps.threaded(build(policy), ALL, has_stats=True), weights)
-  assert_trees_equal(actual, expected)
+  fun = ps.threaded(MODELS[name](ps.save_in_stash(*names_in(name))), ALL, has_stats=True)
+  actual, stats = results(fun, weights_for(name))
+  assert_trees_equal(actual, saved(name))
   assert all(int(s.peak_rows[0]) > 0 and not int(s.overflowed_pushes[0]) for s in stats)
-  actual, stats = results(ps.threaded(build(policy), OVERFLOWS, has_stats=True), weights)
-  assert_trees_equal(actual, expected)
+
+
+@pytest.mark.parametrize("name", [n if n in ("plain", "chunks") else long(n) for n in MODELS])
+def test_rows_that_do_not_fit_are_recomputed(name):
+  fun = ps.threaded(MODELS[name](ps.save_in_stash(*names_in(name))), OVERFLOWS, has_stats=True)
+  actual, stats = results(fun, weights_for(name))
+  assert_trees_equal(actual, saved(name))
   assert all(int(s.overflowed_pushes[0]) > 0 for s in stats)
 
 
 @pytest.mark.parametrize(
-  "name, pushes", [("chunks", 2 * LAYERS), ("rows of two lengths", 2 * LAYERS), ("blocks", 5)]
+  "name, pushes",
+  [("chunks", 2 * LAYERS), long("rows of two lengths", 2 * LAYERS), long("blocks", 5)],
 )
 def test_one_push_for_each_mark(name, pushes):
   fun = ps.threaded(MODELS[name](ps.save_in_stash(*names_in(name))), 0, has_stats=True)
-  _, stats = results(fun, weights_of(5 if name == "blocks" else LAYERS))
+  _, stats = results(fun, weights_for(name))
   assert [int(s.overflowed_pushes[0]) for s in stats] == [pushes]
 
 
