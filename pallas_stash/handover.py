@@ -140,16 +140,26 @@ def with_rules(
   Raises:
     ValueError: where this jax has no such functions, for each flag under which it needs them.
   """
+  flags = check_flags()
   custom = jax.custom_vjp(function, nondiff_argnums)
+  options = {"generic_batching": True} if "jax_remat3" in flags else {}
+  custom.defvjp(forward, backward, **options)
+  return custom
+
+
+def check_flags() -> list[str]:
+  """Returns which other implementations of jax are on, as `with_rules` says.
+
+  Raises:
+    ValueError: where this jax cannot run a stash under them.
+  """
   flags = [name for name in _FLAGS if getattr(jax.config, name, False)]
-  if flags and "generic_batching" not in inspect.signature(custom.defvjp).parameters:
+  if flags and "generic_batching" not in inspect.signature(jax.custom_vjp.defvjp).parameters:
     raise ValueError(
       f"{flags[0]}=True must be off with jax {jax.__version__}: under it, jax.checkpoint cannot"
       " run the forward rule of a custom_vjp in the forward pass, which is what fills the stash."
     )
-  options = {"generic_batching": True} if "jax_remat3" in flags else {}
-  custom.defvjp(forward, backward, **options)
-  return custom
+  return flags
 
 
 def _handed_over(count):

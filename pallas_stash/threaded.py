@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_stash.arguments import describe, static_int
 from pallas_stash.checkpoint import check_arguments
-from pallas_stash.handover import seal
+from pallas_stash.handover import check_flags, seal
 from pallas_stash.jaxprs import (
   call_of,
   evaluate,
@@ -71,6 +71,7 @@ def threaded(
   @functools.wraps(fun)
   def call(*args, **kwargs):
     check_arguments(args, kwargs)
+    check_flags()
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
     jaxpr, consts = opened(closed)
     threading = _Threading()
