@@ -49,19 +49,19 @@ lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-bench: $(BENCH_VENV)/ready
+bench: $(BENCH_VENV)/bench
 	$(BENCH_RUN) -m bench.kernels $(FLAGS)
 
-traffic: $(BENCH_VENV)/ready
+traffic: $(BENCH_VENV)/bench
 	$(BENCH_RUN) -m bench.traffic $(FLAGS)
 
 # Without a Python for it there is nothing to compare: said aloud, not a failure of the tests.
 bench-check:
 	@if $(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
-	  $(MAKE) --no-print-directory $(BENCH_VENV)/ready && $(BENCH_RUN) -m bench.kernels --check; \
+	  $(MAKE) --no-print-directory $(BENCH_VENV)/bench && $(BENCH_RUN) -m bench.kernels --check; \
 	else echo "bench-check NOT RUN: jax 0.12.0.1 needs Python 3.12 or newer, the newest here is $(BENCH_PYTHON)"; fi
 
-$(BENCH_VENV)/ready: pyproject.toml
+$(BENCH_VENV)/bench: pyproject.toml
 	@$(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "make bench needs Python 3.12 or newer (jax 0.12.0.1), the newest here is " + sys.version.split()[0])'
 	$(BENCH_PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_RUN) -m pip $(INSTALL) jax==0.12.0.1 libtpu==0.0.52 absl-py matplotlib

@@ -126,7 +126,8 @@ def test_the_kernels_compile(chip, dtype):
 RING = 4
 
 
-@pytest.mark.parametrize("is_inside", [once(True), long(False)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_inside", [True, False])
 def test_where_types_say_what_varies(is_inside):
   """With `check_vma`, on four devices: the scan inside of `shard_map`, or around it."""
   mesh, ((*matrices, row_weights, sizes), x) = aot.mesh("v5p", RING), arguments()

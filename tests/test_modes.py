@@ -128,7 +128,7 @@ def step_of(mode, capacity_rows=None):
 
 
 @pytest.mark.parametrize(
-  "mode", ["all_to_all", "dense_ep", *map(long, ("ring", "fsdp", "dense_fsdp"))]
+  "mode", ["all_to_all", *map(long, ("ring", "fsdp", "dense_ep", "dense_fsdp"))]
 )
 def test_a_step_with_the_stash_is_the_same_in_every_bit(mode):
   expected, _ = step_of(mode)

@@ -57,6 +57,7 @@ def saved(*names):
   return gradients(dict.fromkeys(names, "device"))
 
 
+@pytest.mark.long
 def test_all_in_the_stash():
   """Experts and attention have a stash each: their rows are others."""
   assert_trees_equal(gradients(dict.fromkeys(NAMES, "stash")), saved(*NAMES))

@@ -54,7 +54,13 @@ def saved(name):
   return results(MODELS[name](SAVE(*names_in(name))), weights_for(name))[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = (
+  *("plain", "chunks", "two widths", "marks under jit", "rows named before the mark"),
+  *("in cond", "other results"),
+)
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else long(name) for name in MODELS])
 def test_gradients_are_those_of_saving(name):
   fun = ps.threaded(MODELS[name](ps.save_in_stash(*names_in(name))), ALL, has_stats=True)
   actual, stats = results(fun, weights_for(name))
@@ -170,9 +176,10 @@ def reference_loss(structure, check_vma, policy, capacity_rows):
 
 
 @needs_devices(2)
-@pytest.mark.both
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("structure", ["inside", "outside"])
+@pytest.mark.parametrize(
+  "structure, check_vma",
+  [("inside", True), ("outside", False), long("inside", False), long("outside", True)],
+)
 def test_the_program_is_that_of_threading_by_hand(structure, check_vma):
   capacity = 2 * 96
   by_hand = loss_function(CONFIG, 2, structure, check_vma, capacity)
@@ -195,6 +202,7 @@ def instructions(compiled):
 
 
 @needs_devices(2)
+@pytest.mark.long
 @pytest.mark.parametrize("structure", ["inside", "outside"])
 def test_gradients_of_the_reference_model(structure):
   args = params_and_tokens(CONFIG)
