@@ -223,7 +223,7 @@ def compile_step(step):
   try:
     compiled = lowered.compile()
   except jax.errors.JaxRuntimeError as error:
-    return row | {"fits": False} | _refusal(str(error), weight_bytes)
+    return row | {"fits": False} | refusal(str(error))
   row["compile_seconds"] = time.perf_counter() - traced
   row["cpu_seconds"] = time.process_time() - cpu_start
   program = aot.Program(compiled)
@@ -241,12 +241,13 @@ def _device_bytes(array):
   return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def _refusal(message, weight_bytes):
-  """Reads out of the compiler's refusal what the program would need."""
+def refusal(message):
+  """Reads out of the compiler's refusal what the program would need, weights and all."""
   if host := re.search(r"Allocation \(size=(\d+)\) would exceed memory", message):
     return {"host_bytes": int(host[1]), "needed_bytes": int(host[1])}
-  if temporaries := re.search(r"required for HLO temporaries \(([\d.]+)G\)", message):
-    return {"needed_bytes": round(float(temporaries[1]) * 2**30) + weight_bytes}
+  # What the compiler calls temporaries here are all of its allocations, arguments and results too.
+  if everything := re.search(r"required for HLO temporaries \(([\d.]+)G\)", message):
+    return {"needed_bytes": round(float(everything[1]) * 2**30)}
   if everything := re.search(r"Used ([\d.]+)G of [\d.]+G hbm", message):
     return {"needed_bytes": round(float(everything[1]) * 2**30)}
   raise RuntimeError(message)
