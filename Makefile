@@ -3,6 +3,7 @@
 # `make test-long` is all tests, those that take minutes too, compiled as users compile; SEED is that
 # of the sampled ones, another one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
+# `make plan` is arithmetic: which residuals to keep where, for a model, a mesh and their memory.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make parity` trains a small model in five ways of spreading its experts, with the stash and without.
 # `make bench` and `make traffic` need the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
@@ -23,13 +24,17 @@ REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb
 # What is imported is compiled then.
 INSTALL = install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: chip demo fit parity bench bench-check traffic test suite test-long lint dependencies ready clean
+.PHONY: chip demo fit plan parity bench bench-check traffic test suite test-long lint dependencies \
+  ready clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
 
 fit: $(VENV)/ready
 	$(RUN) -m bench.fit $(FLAGS)
+
+plan: $(VENV)/ready
+	$(RUN) -m bench.plan $(FLAGS)
 
 test: lint bench-check suite
 

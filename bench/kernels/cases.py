@@ -4,9 +4,11 @@ import jax.numpy as jnp
 
 from bench.kernels.alternatives import ALTERNATIVES
 
-# Of one JAX device: bytes a second, as https://cloud.google.com/tpu/docs states them a chip (a
-# tpu7x chip is two devices), and cycles a second, commonly quoted and not published as such.
+# Of one JAX device: bytes a second, and bfloat16 FLOPs of matmuls, as
+# https://cloud.google.com/tpu/docs states them a chip (a tpu7x chip is two devices); and cycles a
+# second, commonly quoted and not published as such.
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "tpu7x": 7370e9 / 2}
+PEAK_FLOPS = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12 / 2}
 CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 1.9e9}
 
 # Worst-case rows and width: DeepSeek-V3, its narrow activations, Mixtral, Qwen3-235B.

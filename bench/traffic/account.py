@@ -59,24 +59,45 @@ class Line:
 
 X, MLP = "x", "gate and up"
 
+# Rows of its width that keeping one residual moves, by the way, of n routed ones in a worst case.
+MOVED_ROWS = {
+  "saved": lambda n, worst: 4 * worst,
+  "offloaded": lambda n, worst: 2 * worst,
+  "checkpoint": lambda n, worst: 3 * n + worst,
+  "checkpoint, undefined padding": lambda n, worst: 4 * n,
+}
+
+
+def kept_bytes(layer: Layer, way: str, width: int) -> int:
+  """Returns the bytes that keeping one residual of a layer moves, by one of `MOVED_ROWS`."""
+  return MOVED_ROWS[way](layer.rows, layer.worst_case_rows) * width * ITEMSIZE
+
+
+def gathered_bytes(layer: Layer, width: int) -> int:
+  """Returns the bytes that making the sorted rows again moves: a gather of the worst case."""
+  return 2 * layer.worst_case_rows * width * ITEMSIZE
+
+
+def host_bytes(layer: Layer, way: str, width: int) -> int:
+  """Returns the bytes of one residual of a layer that go over the link to the host and back."""
+  return 2 * layer.worst_case_rows * width * ITEMSIZE if way == "offloaded" else 0
+
 
 def lines_of(layer: Layer) -> list[Line]:
   """Returns every way: of x, the left-hand side of a grouped matmul; then of gate and up."""
-  n, worst = layer.rows, layer.worst_case_rows
-  of_x = lambda rows: rows * layer.width * ITEMSIZE
-  of_mlp = lambda rows: rows * layer.hidden * ITEMSIZE
+  n, worst, width, hidden = layer.rows, layer.worst_case_rows, layer.width, layer.hidden
+  of_mlp = lambda rows: rows * hidden * ITEMSIZE
   between = of_mlp(2 * n + 3 * worst + n + 6 * worst)
   in_mlp = {"gate_up_weights": ("gmm", 2), "gate_up_backward_weights": ("gmm", 1)}
+  of_x = lambda way: (kept_bytes(layer, way, width), host_bytes(layer, way, width))
+  of_both = lambda way: (
+    between + 2 * kept_bytes(layer, way, hidden),
+    2 * host_bytes(layer, way, hidden),
+  )
   return [
-    Line(X, "saved", of_x(4 * worst)),
-    Line(X, "offloaded", of_x(2 * worst), of_x(2 * worst)),
-    Line(X, "checkpoint", of_x(3 * n + worst)),
-    Line(X, "checkpoint, undefined padding", of_x(4 * n)),
-    Line(X, "gmm", of_x(n), kernels={"gmm": ("gmm", 1), "tgmm": ("tgmm", 1)}),
+    *(Line(X, way, *of_x(way)) for way in MOVED_ROWS),
+    Line(X, "gmm", n * width * ITEMSIZE, kernels={"gmm": ("gmm", 1), "tgmm": ("tgmm", 1)}),
     Line(MLP, "recomputed", between + of_mlp(2 * n), replayed=2),
-    Line(MLP, "saved", between + 2 * of_mlp(4 * worst)),
-    Line(MLP, "offloaded", between + 2 * of_mlp(2 * worst), 2 * of_mlp(2 * worst)),
-    Line(MLP, "checkpoint", between + 2 * of_mlp(3 * n + worst)),
-    Line(MLP, "checkpoint, undefined padding", between + 2 * of_mlp(4 * n)),
+    *(Line(MLP, way, *of_both(way)) for way in MOVED_ROWS),
     Line(MLP, "grouped_mlp", of_mlp(8 * n), kernels=in_mlp),
   ]
