@@ -13,6 +13,7 @@ from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
 from pallas_stash.stash import Stash
 from pallas_stash.stats import StashStats
+from pallas_stash.step_explanation import explain, StepExplanation
 from pallas_stash.threaded import threaded
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
   "debug",
   "dynamic_slice",
   "dynamic_update_slice",
+  "explain",
   "gmm",
   "grouped_mlp",
   "mark_rows",
@@ -38,5 +40,6 @@ __all__ = [
   "Stash",
   "StashedFunction",
   "StashStats",
+  "StepExplanation",
   "threaded",
 ]

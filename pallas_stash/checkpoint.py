@@ -161,7 +161,7 @@ class StashedFunction:
     if varying_axes((ragged, args, kwargs)):  # Also of what are only shapes.
       ragged, args, kwargs = jax.eval_shape(vary_alike, ragged, args, kwargs)
     self._trace(args, kwargs)
-    return self._call.find_residuals((ragged,), args, kwargs, labels=_paths_of(args, kwargs))
+    return self._call.find_residuals((ragged,), args, kwargs, labels=paths_of(args, kwargs))
 
   def explain(self, ragged: RaggedRows | int, /, *args: Any, **kwargs: Any) -> Explanation:
     """Tells what becomes of each residual, and why. Print it to see a table.
@@ -179,7 +179,7 @@ class StashedFunction:
     try:
       jaxpr, out = jax.make_jaxpr(self._fun, return_shape=True)(*args, **kwargs)
     except jax.errors.ConcretizationTypeError as error:
-      paths = _paths_of(args, kwargs, lambda leaf: isinstance(leaf, numbers.Number))
+      paths = paths_of(args, kwargs, lambda leaf: isinstance(leaf, numbers.Number))
       if not paths:
         raise
       raise ValueError(
@@ -234,14 +234,14 @@ def check_arguments(args: Any, kwargs: Any) -> None:
   """Raises a ValueError unless all leaves of the arguments of a function can be traced."""
   is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
   is_static = lambda leaf: not (is_array(leaf) or isinstance(leaf, numbers.Number))
-  if paths := _paths_of(args, kwargs, is_static):
+  if paths := paths_of(args, kwargs, is_static):
     raise ValueError(
       f"The arguments {', '.join(paths)} must be arrays: bind what is static before `checkpoint`,"
       " with functools.partial."
     )
 
 
-def _paths_of(args, kwargs, is_wanted=lambda leaf: True):
+def paths_of(args, kwargs, is_wanted=lambda leaf: True):
   """Returns where in the arguments the leaves are, and what a leaf is if it is no array."""
   paths = []
   for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):

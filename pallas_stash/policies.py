@@ -151,5 +151,10 @@ def mark_number(name: str | None) -> int | None:
   return int(name.split("/", 2)[1]) if is_one else None
 
 
+def plain_name(name: str | None) -> str | None:
+  """Returns the name that was given to a value, of which `name_in_mark` may have made another."""
+  return name if mark_number(name) is None else name.partition("/named ")[2]
+
+
 def _is_own(name):
   return name is not None and name.startswith(_PREFIX + "/")

@@ -139,7 +139,7 @@ class Residuals:
     self._sources = []  # Of each leaf of the function of cotangents: a kind, and which of it.
     self._literals = []
     jaxpr = forward.jaxpr
-    made_by, sources, stored = _makers_in(jaxpr), {}, []
+    made_by, sources, stored = makers_in(jaxpr), {}, []
 
     def source_of(variable):
       origin = _origin_of(variable, made_by)
@@ -265,7 +265,8 @@ class _Origin(NamedTuple):
   line: str | None
 
 
-def _makers_in(jaxpr):
+def makers_in(jaxpr: Any) -> dict[Any, Any]:
+  """Returns the equation of a jaxpr that makes each variable."""
   return {variable: equation for equation in jaxpr.eqns for variable in equation.outvars}
 
 
@@ -278,12 +279,12 @@ def _origin_of(variable, made_by):
     if equation.primitive in CALLS:
       inner = equation.params[CALLS[equation.primitive]]
       inner = getattr(inner, "jaxpr", inner)
-      origin = _origin_of(inner.outvars[equation.outvars.index(variable)], _makers_in(inner))
+      origin = _origin_of(inner.outvars[equation.outvars.index(variable)], makers_in(inner))
       name, line = name or origin.name, line or origin.line or made_at
       if origin.variable not in inner.invars:
         return _Origin(variable, origin.operation or equation.primitive.name, name, line)
       variable = equation.invars[inner.invars.index(origin.variable)]
-    elif (given := name_given_by(equation)) or _changes_nothing(equation):
+    elif (given := name_given_by(equation)) or changes_nothing(equation):
       if given and not name:
         name, line = given, made_at
       variable = equation.invars[0]
@@ -292,6 +293,7 @@ def _origin_of(variable, made_by):
   return _Origin(variable, None, name, line)
 
 
-def _changes_nothing(equation):
+def changes_nothing(equation: Any) -> bool:
+  """Returns whether the result of an equation is its operand."""
   is_copy = equation.primitive.name in ("copy", "device_put") and len(equation.invars) == 1
   return is_copy or _rounds_to_itself(equation)
