@@ -108,8 +108,8 @@ def mark_rows(ragged: RaggedRows) -> None:
         return jax.nn.silu(checkpoint_name(gmm(rows, weights, group_sizes), "hidden"))
 
   Call it before what is computed of the rows, and in a loop over chunks of the rows once for each:
-  a value belongs to the last mark before it that has as many rows in all. What its function
-  computes from there on is recomputed where the rows do not fit.
+  a value belongs to the last mark before it that has as many rows in all, or else to the first
+  behind it. What its function computes from there on is recomputed where the rows do not fit.
 
   Outside of `threaded` it has no effect.
 

@@ -74,7 +74,7 @@ class Pushes:
       call = call_of(equation)
       inner = policy_in(call, policy)
       if call and call.kind == "checkpoint":
-        self._note(call, inner, equation)
+        self._note(call, policy, inner, equation)
       if call is None:
         if has_stashed(equation, policy):
           raise ValueError(
@@ -125,11 +125,19 @@ class Pushes:
     self._stashed |= site.names
     return found
 
-  def _note(self, call, policy, equation):
+  def _note(self, call, outer, policy, equation):
+    names = names_in(opened(call.jaxprs[0])[0])
+    hidden = names & (outer.names if outer else set()) - (policy.names if policy else set())
+    if hidden:
+      raise ValueError(
+        f"{', '.join(map(repr, sorted(hidden)))}, for the stash, is named under a jax.checkpoint of"
+        f" another policy ({line_of(equation)}), which decides about it: give that one"
+        " save_in_stash, too."
+      )
     if policy is None:
       return
     self._policies.append(policy)
-    self._seen |= names_in(opened(call.jaxprs[0])[0])
+    self._seen |= names
     if call.params.get("differentiated") and has_stashed(equation, None):
       raise ValueError(
         f"The function that `threaded` is given differentiates ({line_of(equation)}), and must be"

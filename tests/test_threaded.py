@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
+from bench.tpu import aot
 import pallas_stash as ps
 from reference import model, moe
 from tests.helpers.checks import assert_trees_equal, FUSED, long, needs_devices
 from tests.helpers.moe_training import CONFIG, loss_function, NAMES, params_and_tokens, SAVE
 from tests.helpers.threaded_models import (
+  GROUPS,
   LAYERS,
   MODELS,
   names_in,
@@ -254,3 +256,25 @@ def test_devices_agree_where_the_function_exchanges(exchanges):
   )
   overflowed = [LAYERS - 1] * 2 if exchanges else [0, LAYERS - 1]
   assert stats.overflowed_pushes.tolist() == overflowed
+
+
+@pytest.mark.parametrize("chip", ["v5p", *map(long, ("v5e", "v6e", "tpu7x"))])
+def test_compiled_for_a_tpu(chip):
+  """The kernels store and read the rows, the stash is never copied, and no matmul is replayed."""
+  pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+  shapes = (256, 1024), (LAYERS, GROUPS, 1024, 1024)
+  args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  args = aot.place(args, aot.mesh(chip))
+
+  def compiled(policy, wrap):
+    model = wrap(scanned(plain)(policy))
+    return aot.compile(jax.grad(lambda x, w: jnp.sum(model(x, w) ** 2), (0, 1)), *args)
+
+  saved = compiled(SAVE("hidden"), lambda fun: fun)
+  stashed = compiled(
+    ps.save_in_stash("hidden"), functools.partial(ps.threaded, capacity_rows=262_136)
+  )
+  assert not stashed.copies(jax.ShapeDtypeStruct((262_136, 1024), jnp.float32))
+  matmuls = lambda program: program.matmuls(is_conditional=False).total()
+  assert matmuls(stashed) == matmuls(saved)
+  assert {"stash_compact", "stash_expand"} <= set(stashed.kernels())

@@ -132,7 +132,9 @@ def test_policies_that_stash_nothing(policy, message):
 
 def test_a_checkpoint_of_another_policy_around_the_value():
   inner = jax.checkpoint(plain)
-  with pytest.raises(ValueError, match="No value is named 'hidden' directly under"):
+  with pytest.raises(
+    ValueError, match=r"'hidden', for the stash, is named under a jax.checkpoint of another"
+  ):
     lower(of_layer(inner))
 
 
