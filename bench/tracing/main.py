@@ -1,9 +1,11 @@
-"""How long a gradient takes to trace and to lower with a stash, beside `jax.checkpoint`.
+"""How long a gradient takes to trace and to lower: with a stash, beside `jax.checkpoint`; and of
+layers in a scan by `threaded`, beside the stash threaded by hand.
 
     python -m bench.tracing
 
 For layers with a number of residuals of one row shape, and of as many different row shapes. What is
-aimed at: at most 1.5 times the seconds of `jax.checkpoint`, and 0.3 s for each different row shape.
+aimed at: at most 1.5 times the seconds of `jax.checkpoint`, and 0.3 s for each different row shape;
+and at most 1.15 times the seconds of threading by hand, tracing and lowering together.
 Seconds on a machine that does something else as well say little: compare within a line.
 """
 
@@ -50,9 +52,44 @@ def seconds(make_loss, *args):
   return best
 
 
+def in_layers(experts, ragged, save, weights):
+  """Returns what makes the loss of layers in a scan, by hand and by `threaded`."""
+  room = 16 * len(weights)
+
+  def residual(x, weights):
+    return x + experts(x, weights), None
+
+  def by_hand():
+    f = ps.checkpoint(residual, policy=save("hidden"))
+
+    def layer(carry, weights):
+      (x, _), stash = f(carry[1], ragged, carry[0], weights)
+      return (x, stash), None
+
+    def loss(x, stacked):
+      layer_weights = jax.tree.map(lambda w: w[0], stacked)
+      stash = ps.Stash.empty(room, f.residuals(ragged, x, layer_weights))
+      step = jax.checkpoint(layer, policy=save(ps.SLOT_NAME))
+      return jnp.sum(ps.seal(*jax.lax.scan(step, (x, stash), stacked)[0]))
+
+    return loss
+
+  def threaded():
+    def layer(x, weights):
+      ps.mark_rows(ragged)
+      return residual(x, weights)
+
+    step = jax.checkpoint(layer, policy=ps.save_in_stash("hidden"))
+    model = ps.threaded(lambda x, stacked: jax.lax.scan(step, x, stacked)[0], room)
+    return lambda x, stacked: jnp.sum(model(x, stacked))
+
+  return by_hand, threaded
+
+
 def main(argv):
   del argv
-  policy = jax.checkpoint_policies.save_only_these_names("hidden")
+  save = jax.checkpoint_policies.save_only_these_names
+  policy = save("hidden")
   ragged = ps.RaggedRows(jnp.array([13], jnp.int32), ROWS)
   x = jnp.ones((ROWS, 16))
   print(f"{'':24}{'jax.checkpoint':>20}{'stash':>20}{'aim':>10}")
@@ -73,3 +110,12 @@ def main(argv):
       shapes = residuals if different else 1
       times = "".join(f"{s:10.2f}" for s in (*saved, *stashed, 1.5 * saved[0] + 0.3 * shapes))
       print(f"{residuals:9}{shapes:15}{times}", flush=True)
+
+  print(f"\n{'layers, residuals':>24}{'by hand':>20}{'threaded':>20}{'ratio':>10}")
+  for residuals in FLAGS.residuals:
+    experts, weights = experts_of(residuals, False)
+    stacked = [jnp.stack([w, w]) for w in weights]
+    hand, threaded = (
+      sum(seconds(make, x, stacked)) for make in in_layers(experts, ragged, save, weights)
+    )
+    print(f"{residuals:24}{hand:20.2f}{threaded:20.2f}{threaded / hand:10.2f}", flush=True)
