@@ -16,7 +16,7 @@ from pallas_stash.jaxprs import (
 from pallas_stash.residuals import CALLS, changes_nothing, makers_in
 
 # Primitives that return buffers of a stash with rows, the first operand of which has those rows.
-PUSHES = frozenset({"stash_compact", "stash_gmm", "stash_mlp_forward", "stash_mlp_in_place"})
+PUSHES = frozenset({"stash_compact", "stash_gmm", "stash_mlp_forward"})
 
 
 class Scope(NamedTuple):
@@ -114,11 +114,11 @@ def pushes_of(variable: Any, scope: Scope) -> Iterator[tuple[Any, Scope]]:
 
 
 def _buffer_before(push):
-  """Returns the operand of a push whose place its result takes."""
+  """Returns the operand of a push whose place its result takes: buffers come last among both."""
   outvars = push.equation.outvars
   is_alike = lambda variable: variable.aval.shape == push.variable.aval.shape
-  alike = list(filter(is_alike, push.equation.invars[1:]))
-  return alike[sum(map(is_alike, outvars[: outvars.index(push.variable)])) % len(alike)]
+  behind = sum(map(is_alike, outvars[outvars.index(push.variable) + 1 :]))
+  return list(filter(is_alike, push.equation.invars))[-1 - behind]
 
 
 def _enter(equation, variable, scope):

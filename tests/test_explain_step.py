@@ -191,6 +191,7 @@ def test_sizes_are_those_of_all_devices(step):
 def test_kernels_that_push_themselves(way):
   rows, width, hidden = 512, 128, 256
   names, of_row = (["up"], width) if way == "gmm" else (["gate", "up"], hidden)
+  operation = "stash_gmm" if way == "gmm" else "stash_mlp_forward"
 
   def layer(carry, weights):
     x, stash = carry
@@ -203,7 +204,7 @@ def test_kernels_that_push_themselves(way):
     return (x + out, stash), None
 
   def loss(weights, x):
-    stash = ps.Stash.empty(256, [struct((of_row,), x.dtype)] * len(names))
+    stash = ps.Stash.empty(rows, [struct((of_row,), x.dtype)] * len(names))
     step = jax.checkpoint(layer, policy=save(ps.SLOT_NAME))
     (x, stash), _ = jax.lax.scan(step, (x, stash), weights)
     return jnp.sum(ps.seal(x, stash))
@@ -211,7 +212,8 @@ def test_kernels_that_push_themselves(way):
   widths = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
   weights = {name: struct((LAYERS, 2, *pair), jnp.float32) for name, pair in widths.items()}
   found = ps.explain(loss, weights, struct((rows, width), jnp.float32)).of_kind("stash")
-  assert [k.num_bytes for k in found] == [256 * of_row * FLOAT] * len(names)
+  assert [k.operation for k in found] == [operation] * len(names)
+  assert [k.num_bytes for k in found] == [rows * of_row * FLOAT] * len(names)
   assert [k.worst_case_bytes for k in found] == [LAYERS * rows * of_row * FLOAT] * len(names)
 
 
