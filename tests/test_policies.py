@@ -73,3 +73,10 @@ def test_each_goes_where_it_says():
   assert len(stacked(first="stash", second="device")) == one + 1
   offloaded = stacked(first="stash", second="offload")
   assert len(offloaded) == one + 1 and sum("host" in aval for aval in offloaded) == 1
+
+
+def test_what_is_offloaded_beside_a_stash_goes_there_and_back_once():
+  step = jax.checkpoint(layer, policy=ps.policy_by_name({"first": "stash", "second": "offload"}))
+  run = ps.threaded(lambda x, weights: lax.scan(step, x, weights)[0], lambda rows: rows)
+  gradient = jax.make_jaxpr(jax.grad(lambda *args: jnp.sum(run(*args))))(X, weights_of())
+  assert str(gradient).count("device_put[") == 2

@@ -58,7 +58,7 @@ def saved(name):
 
 QUICK = (
   *("plain", "chunks", "two widths", "marks under jit", "rows named before the mark"),
-  *("in cond", "other results"),
+  *("groups with starts", "in cond", "other results"),
 )
 
 
