@@ -56,9 +56,9 @@ def test_every_placement_gives_the_same_gradients(first, second):
 def test_each_goes_where_it_says():
   """A value beside the stash is kept once, at its full size, where the policy says."""
 
-  def stacked(**placements):
+  def stacked(policy=None, **placements):
     """Returns the types of what is kept of each layer with as many rows as there are tokens."""
-    policy = ps.policy_by_name(placements)
+    policy = policy or ps.policy_by_name(placements)
     step = jax.checkpoint(layer, policy=policy)
     run = lambda x, weights: lax.scan(step, x, weights)[0]
     if policy.names:
@@ -71,6 +71,8 @@ def test_each_goes_where_it_says():
   assert len(stacked(first="device", second="remat")) == one + 1
   assert len(stacked(first="stash", second="remat")) == one
   assert len(stacked(first="stash", second="device")) == one + 1
+  others = jax.checkpoint_policies.save_any_names_but_these("second")
+  assert len(stacked(ps.save_in_stash("first", policy=others))) == one
   offloaded = stacked(first="stash", second="offload")
   assert len(offloaded) == one + 1 and sum("host" in aval for aval in offloaded) == 1
 

@@ -15,6 +15,7 @@ import pytest
 
 from bench.tpu import aot
 import pallas_stash as ps
+from pallas_stash.pushes import Pushes
 from reference import model, moe
 from tests.helpers.checks import assert_trees_equal, FUSED, long, needs_devices
 from tests.helpers.moe_training import CONFIG, loss_function, NAMES, params_and_tokens, SAVE
@@ -58,7 +59,7 @@ def saved(name):
 
 QUICK = (
   *("plain", "chunks", "two widths", "marks under jit", "rows named before the mark"),
-  *("groups with starts", "in cond", "other results"),
+  *("groups with starts", "in cond", "other results", "reversed"),
 )
 
 
@@ -86,6 +87,12 @@ def test_one_push_for_each_mark(name, pushes):
   fun = ps.threaded(MODELS[name](ps.save_in_stash(*names_in(name))), 0, has_stats=True)
   _, stats = results(fun, weights_for(name))
   assert [int(s.overflowed_pushes[0]) for s in stats] == [pushes]
+
+
+def test_what_is_named_before_its_rows_are_marked_is_stashed_too():
+  model = MODELS["rows named before the mark"](ps.save_in_stash("sorted", "hidden"))
+  (kind,) = Pushes(jax.make_jaxpr(model)(X, weights_of()).jaxpr).worst_cases
+  assert kind.residuals == (((X.shape[1],), X.dtype),) * 2
 
 
 def test_residuals_of_other_rows_have_a_stash_of_their_own():
