@@ -1,0 +1,1 @@
+"""A stash in the programs of others, by a switch of theirs."""
