@@ -7,12 +7,15 @@
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make parity` trains a small model in five ways of spreading its experts, with the stash and without.
 # `make bench` and `make traffic` need the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
+# `make maxtext` trains a tiny model by MaxText itself, in .venv-maxtext: see docs/maxtext.md.
 PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 BENCH_PYTHON ?= $(shell .ci/newest-python)
 BENCH_VENV ?= .venv-bench
 BENCH_RUN = $(BENCH_VENV)/bin/python
+MAXTEXT_VENV ?= .venv-maxtext
+MAXTEXT_RUN = $(MAXTEXT_VENV)/bin/python
 WORKERS ?= 2
 SEED ?= $(shell $(PYTHON) -c 'import secrets; print(secrets.randbelow(2**32))')
 
@@ -21,11 +24,16 @@ REQUIREMENTS = import tomllib; project = tomllib.load(open("pyproject.toml", "rb
   extras = map(project["optional-dependencies"].get, ("test", "tpu", "bench")); \
   print(*project["dependencies"], *sum(extras, []))
 
+# What MaxText imports to train and to compile.
+MAXTEXT_NEEDS = "jax[tpu]==0.12.0.1" flax==0.12.12 absl-py aqtp drjax etils grain jaxtyping jinja2 \
+  ml_collections omegaconf optax orbax-checkpoint pathwaysutils pillow psutil pydantic qwix \
+  sentencepiece sympy tensorboardX tiktoken tokamax transformers
+
 # What is imported is compiled then.
 INSTALL = install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: chip demo fit plan parity bench bench-check traffic test suite test-long lint dependencies \
-  ready clean
+.PHONY: chip demo fit plan parity bench bench-check traffic maxtext test suite test-long lint \
+  dependencies ready clean
 
 demo: $(VENV)/ready
 	$(RUN) -m bench.demo
@@ -60,6 +68,9 @@ bench: $(BENCH_VENV)/bench
 traffic: $(BENCH_VENV)/bench
 	$(BENCH_RUN) -m bench.traffic $(FLAGS)
 
+maxtext: $(MAXTEXT_VENV)/ready
+	$(MAXTEXT_RUN) -m bench.maxtext $(FLAGS)
+
 # Without a Python for it there is nothing to compare: said aloud, not a failure of the tests.
 bench-check:
 	@if $(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then \
@@ -70,6 +81,14 @@ $(BENCH_VENV)/bench: pyproject.toml
 	@$(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "make bench needs Python 3.12 or newer (jax 0.12.0.1), the newest here is " + sys.version.split()[0])'
 	$(BENCH_PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_RUN) -m pip $(INSTALL) jax==0.12.0.1 libtpu==0.0.52 absl-py matplotlib
+	touch $@
+
+# MaxText alone asks for nothing, and its extra "tpu" for a hundred packages more than these.
+$(MAXTEXT_VENV)/ready:
+	@$(BENCH_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "MaxText needs Python 3.12 or newer, the newest here is " + sys.version.split()[0])'
+	$(BENCH_PYTHON) -m venv $(MAXTEXT_VENV)
+	$(MAXTEXT_RUN) -m pip $(INSTALL) --no-deps maxtext==0.2.5
+	$(MAXTEXT_RUN) -m pip $(INSTALL) $(MAXTEXT_NEEDS)
 	touch $@
 
 dependencies: $(VENV)/dependencies
@@ -88,4 +107,4 @@ $(VENV)/ready: $(VENV)/dependencies
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build
+	rm -rf $(VENV) $(BENCH_VENV) $(MAXTEXT_VENV) build
