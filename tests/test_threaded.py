@@ -112,6 +112,14 @@ def test_residuals_of_other_rows_have_a_stash_of_their_own():
   assert worst_cases[2:] == [3 * LAYERS * TOKENS]
 
 
+@pytest.mark.long
+def test_each_stash_has_statistics_of_its_own():
+  rooms = iter([0, LAYERS * TOKENS])
+  model = MODELS["two widths"](ps.save_in_stash("hidden", "wide"))
+  _, stats = results(ps.threaded(model, lambda _: next(rooms), has_stats=True), weights_of())
+  assert [int(s.overflowed_pushes[0]) for s in stats] == [LAYERS, 0]
+
+
 def test_the_worst_case_has_room_for_whole_tiles():
   """Of 21 rows, each push takes 24."""
   worst_cases = []
