@@ -271,7 +271,10 @@ def makers_in(jaxpr: Any) -> dict[Any, Any]:
 
 
 def _origin_of(variable, made_by):
-  """Follows a value through what changes nothing, and into what is called."""
+  """Follows a value through what changes nothing, and into what is called.
+
+  What it finds equals the value: it does not go into loops or branches, as `origins` does to tell.
+  """
   name = line = None
   while not isinstance(variable, jex.Literal) and variable in made_by:
     equation = made_by[variable]
