@@ -11,6 +11,7 @@ import pytest
 from bench.fit.model_sizes import ModelSize, PRESETS
 from bench.plan import choices, memory, table
 from bench.plan.setup import BEFORE, BEHIND, NAMES, Setup
+from tests.helpers.checks import long
 
 pytestmark = pytest.mark.once
 
@@ -243,6 +244,7 @@ def test_the_page_shows_what_it_prints(tmp_path):
   assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_sizes_and_memory_are_those_of_the_flags(tmp_path):
   """Of a chip whose link is not known, without offload."""
   process = run(tmp_path, "--chip=tpu7x", "--layers=2", "--hbm_gb=20", "--other_gb=19.5")
@@ -253,11 +255,14 @@ def test_sizes_and_memory_are_those_of_the_flags(tmp_path):
   assert all(row["hbm"]["other"] == 19_500_000_000 for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   "flag, message",
   [
-    ("--group=mlpwi_0+mlp", "must be of ['mlpwi_0', 'mlpwi_1', 'mlpwo', 'x_sorted'], joined by +"),
-    ("--margins=1,nan", "must be numbers above zero"),
+    long(
+      "--group=mlpwi_0+mlp", "must be of ['mlpwi_0', 'mlpwi_1', 'mlpwo', 'x_sorted'], joined by +"
+    ),
+    long("--margins=1,nan", "must be numbers above zero"),
     ("--devices=6", "plan: devices=6 must be a multiple of expert_axis=4"),
   ],
 )

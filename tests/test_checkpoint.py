@@ -51,7 +51,7 @@ def saved_gradients():
   [
     *(
       (NEEDED, None),
-      once(NEEDED, IMPLEMENTATIONS[0]),
+      long(NEEDED, IMPLEMENTATIONS[0]),
       long_if_interpreted(NEEDED, IMPLEMENTATIONS[1]),
     ),
     *((NEEDED // 2, None), long(NEEDED // 2, IMPLEMENTATIONS[0])),

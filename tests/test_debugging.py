@@ -18,7 +18,7 @@ import pytest
 from bench.tpu import aot
 import pallas_stash as ps
 from tests.helpers import moe_training
-from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, once
+from tests.helpers.checks import assert_trees_equal, is_any_nan, needs_devices, once
 from tests.helpers.support import random_bits
 
 ROWS, WIDTH, LAYERS = 64, 16, 3
@@ -214,7 +214,8 @@ def test_layers_that_overflow_are_recomputed(capsys):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("check_vma", [once(True), long(False)])
+@pytest.mark.long
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_are_checked_one_by_one(check_vma, capsys):
   mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
   # Of the two rows that change, one holds nothing.

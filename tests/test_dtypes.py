@@ -10,7 +10,6 @@ import pytest
 import pallas_stash as ps
 from pallas_stash import dtypes
 from tests.helpers import ragged_rows
-from tests.helpers.checks import once
 from tests.helpers.dtypes import BY_NAME, dtypes_of_jax, NOT_MOVED, TABLE
 from tests.helpers.stashes import with_rows_taken
 from tests.helpers.support import (
@@ -128,8 +127,7 @@ def test_stash(implementation, dtype):
   "implementation, name",
   [
     ("xla", "int8"),
-    once(IMPLEMENTATIONS[1], "bfloat16"),
-    *(long_if_interpreted(IMPLEMENTATIONS[1], name) for name in ("float32", "int8")),
+    *(long_if_interpreted(IMPLEMENTATIONS[1], name) for name in ("bfloat16", "float32", "int8")),
   ],
 )
 def test_drop_in_in_64_bit_mode(implementation, name):

@@ -33,7 +33,7 @@ def few_of_each():
   every = itertools.product([jnp.float32, jnp.bfloat16], [False, True], [None, *IMPLEMENTATIONS])
   marked = {
     (jnp.float32, False, None): pytest.param,
-    (jnp.bfloat16, True, XLA): once,
+    (jnp.bfloat16, True, XLA): long,
   }
   return [marked.get(case, long)(*case) for case in every]
 

@@ -65,7 +65,7 @@ def test_gradients_are_those_of_plain_operations(implementation, dtype, options)
 @pytest.mark.parametrize(
   "of_rows, of_weights",
   [("bfloat16", ["float32"] * 3), ("bfloat16", ["bfloat16", "float32", "bfloat16"])]
-  + [(name, [name] * 3) for name in ("float16", "float64")],
+  + [("float16", ["float16"] * 3), long("float64", ["float64"] * 3)],
 )
 def test_other_dtypes(of_rows, of_weights):
   """Where megablox would not take them, too; gradients of each operand have its dtype."""

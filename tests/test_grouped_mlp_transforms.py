@@ -49,7 +49,7 @@ def gradients_of_layers(transform, capacity):
   return jax.jit(jax.grad(loss, (0, 1)))(jnp.where(LIVE[:, None], x, 0), of_layers(weights))
 
 
-@pytest.mark.parametrize("capacity", [once(LAYERS * (ROWS + 1)), ROWS + 1])
+@pytest.mark.parametrize("capacity", [long(LAYERS * (ROWS + 1)), once(ROWS + 1)])
 def test_a_replay_of_the_layer(capacity):
   """Which makes the hidden rows again, but keeps no stash; of the last layer all rows, or none."""
   replayed = gradients_of_layers(functools.partial(jax.checkpoint, policy=SAVE_SLOTS), capacity)

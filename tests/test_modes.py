@@ -127,9 +127,8 @@ def step_of(mode, capacity_rows=None):
   return (loss, sizes, gradients), stats
 
 
-@pytest.mark.parametrize(
-  "mode", ["all_to_all", *map(long, ("ring", "fsdp", "dense_ep", "dense_fsdp"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", modes.MODES)
 def test_a_step_with_the_stash_is_the_same_in_every_bit(mode):
   expected, _ = step_of(mode)
   actual, stats = step_of(mode, losses.sufficient_rows(mode, TRAINED, TOKENS))
@@ -163,6 +162,7 @@ def test_weights_before_the_down_projection(mode):
   assert_trees(assert_close, results_of(mode, config, "any"), expected)
 
 
+@pytest.mark.long
 def test_each_token_to_one_expert():
   """With as many rows for one device as its buffer has; and with one choice, which is the sum."""
   config = model.Config(**(vars(CONFIG) | dict(top_k=1)))

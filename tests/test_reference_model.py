@@ -194,6 +194,7 @@ def test_imports_nothing_that_it_judges():
     "dataclasses",
     "functools",
     "jax",
+    "numpy",
     "reference",
     "typing",
   }

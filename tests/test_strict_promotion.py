@@ -117,7 +117,13 @@ def parameters():
   for case in PROGRAMS:
     if "mosaic" in case or ", kernels" in case:  # To trace an interpreted kernel twice takes long.
       yield long_if_interpreted(case, BACKEND)
-    elif case in ("gradients, recomputed", "push", "push, undefined padding", "pair, float32, xla"):
+    elif case in (
+      "gradients, recomputed",
+      "push",
+      "push, undefined padding",
+      "pair, float32, xla",
+      "pair, bfloat16, xla",
+    ):
       yield long(case, BACKEND)  # Others have all that these trace.
     elif case not in ("gmm", "pair"):
       yield case, BACKEND

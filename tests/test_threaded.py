@@ -273,7 +273,8 @@ def test_devices_agree_where_the_function_exchanges(exchanges):
   assert stats.overflowed_pushes.tolist() == overflowed
 
 
-@pytest.mark.parametrize("chip", ["v5p", *map(long, ("v5e", "v6e", "tpu7x"))])
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e", "tpu7x"])
 def test_compiled_for_a_tpu(chip):
   """The kernels store and read the rows, the stash is never copied, and no matmul is replayed."""
   pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
