@@ -113,6 +113,12 @@ def text_of(case, platform):
 BACKEND = jax.default_backend()
 
 
+TRACED_BY_OTHERS = (
+  *("gradients, recomputed", "push", "push, undefined padding"),
+  *("pair, float32, xla", "pair, bfloat16, xla"),
+)
+
+
 def parameters():
   for case in PROGRAMS:
     if "mosaic" in case or ", kernels" in case:  # To trace an interpreted kernel twice takes long.
