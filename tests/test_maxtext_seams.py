@@ -161,3 +161,9 @@ def test_what_is_needed():
 def test_configurations_are_refused(changes, message):
   with pytest.raises(ValueError, match=message):
     maxtext.check(configuration(**changes))
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_each_key_that_is_needed_is_looked_at(key):
+  with pytest.raises(ValueError, match=f"^moe_mlpwo=stash needs {key}="):
+    maxtext.check(configuration(**{key: "something else"}))
