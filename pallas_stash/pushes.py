@@ -8,6 +8,7 @@ from pallas_stash.jaxprs import Call, call_of, line_of, names_in, opened
 from pallas_stash.kernels.tiling import round_up, row_alignment
 from pallas_stash.policies import read_mark, save_in_stash
 from pallas_stash.sites import find_site, has_stashed, policy_in, Site
+from pallas_stash.storage import as_kind
 from pallas_stash.varying import varying_axes
 
 
@@ -116,8 +117,7 @@ class Pushes:
     found, axes = {}, varying_axes(avals).difference(*(mesh.axes for mesh in meshes))
     for mark, indices in residuals.pushes.items():
       specs = residuals.row_specs(indices)
-      rows = sorted(((spec.shape, spec.dtype) for spec in specs), key=str)
-      kind = Kind(tuple(rows), meshes)
+      kind = Kind(as_kind(specs), meshes)
       alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
       found[kind] = found.get(kind, 0) + round_up(residuals.total_rows[mark], alignment)
       self.varying[kind] = self.varying.get(kind, frozenset()) | axes

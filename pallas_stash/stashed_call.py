@@ -13,7 +13,7 @@ from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import MarkOf, Residuals, trace_forward
 from pallas_stash.stash import read_rows, Stash
-from pallas_stash.storage import match_residuals
+from pallas_stash.storage import as_kind, match_residuals
 from pallas_stash.varying import vary_over, varying_axes
 
 
@@ -138,6 +138,5 @@ def _home(stashes, found, indices):
   """Returns which of several stashes is made for some residuals. One alone has to be."""
   if len(stashes) == 1:
     return 0
-  key = lambda specs: sorted((*spec.shape, str(spec.dtype)) for spec in specs)
-  wanted = key(found.row_specs(indices))
-  return next(i for i, stash in enumerate(stashes) if key(stash.residuals) == wanted)
+  wanted = as_kind(found.row_specs(indices))
+  return next(i for i, stash in enumerate(stashes) if as_kind(stash.residuals) == wanted)

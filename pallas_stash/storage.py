@@ -85,6 +85,11 @@ def poison_free_rows(buffers: Buffers, allocator: Bump) -> Buffers:
   return tuple(dtypes.select(is_free, nan(buffer), buffer) for buffer in buffers)
 
 
+def as_kind(residuals: Sequence[Any]) -> tuple[tuple[tuple[int, ...], Any], ...]:
+  """Returns what says that residuals have the same rows, in whatever order: shapes and dtypes."""
+  return tuple(sorted(((tuple(r.shape), jnp.dtype(r.dtype)) for r in residuals), key=str))
+
+
 def match_residuals(specs: Specs, found: Sequence[tuple[Any, Any]]) -> list[int]:
   """Returns which of `specs` each of `found`, pairs of row shape and dtype, is.
 

@@ -59,7 +59,7 @@ def saved(name):
 
 QUICK = (
   *("plain", "chunks", "two widths", "marks under jit", "rows named before the mark"),
-  *("groups with starts", "in cond", "other results", "reversed"),
+  *("groups with starts", "in cond", "other results", "reversed", "rows of other ranks"),
 )
 
 

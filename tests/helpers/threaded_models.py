@@ -93,6 +93,19 @@ def rows_of_two_lengths(x, weights):
   return x.at[order].add(first + both[:TOKENS] + both[TOKENS:])
 
 
+def rows_of_other_ranks(x, weights):
+  """The second mark has residuals of one and of two axes a row."""
+  order, sizes = route(x)
+  marked(sizes, TOKENS)
+  first = experts(x[order], weights, sizes)
+  marked(2 * sizes, 2 * TOKENS)
+  twice = mask(jnp.concatenate([first, first]), 2 * sizes)
+  flat = checkpoint_name(jnp.sin(twice), "twice")
+  folded = checkpoint_name(jnp.cos(twice)[:, :, None], "folded")
+  both = mask(flat * folded.reshape(flat.shape) * flat, 2 * sizes)
+  return x.at[order].add(both[:TOKENS] + both[TOKENS:])
+
+
 def groups_with_starts(x, weights):
   order, sizes = route(x)
   sizes, starts = sizes[::2], jnp.array([0, TOKENS // 2], jnp.int32)
@@ -181,6 +194,7 @@ MODELS = {
   "rows named before the mark": scanned(rows_named_before_the_mark),
   "chunks": scanned(chunks),
   "rows of two lengths": scanned(rows_of_two_lengths),
+  "rows of other ranks": scanned(rows_of_other_ranks),
   "groups with starts": scanned(groups_with_starts),
   "in cond": scanned(in_cond),
   "unrolled": unrolled,
@@ -191,6 +205,7 @@ MODELS = {
 _NAMES = {
   "rows named before the mark": ("sorted", "hidden"),
   "rows of two lengths": ("hidden", "twice"),
+  "rows of other ranks": ("hidden", "twice", "folded"),
   "two widths": ("hidden", "wide"),
 }
 
