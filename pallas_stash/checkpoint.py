@@ -236,8 +236,8 @@ def check_arguments(args: Any, kwargs: Any) -> None:
   is_static = lambda leaf: not (is_array(leaf) or isinstance(leaf, numbers.Number))
   if paths := paths_of(args, kwargs, is_static):
     raise ValueError(
-      f"The arguments {', '.join(paths)} must be arrays: bind what is static before `checkpoint`,"
-      " with functools.partial."
+      f"The arguments {', '.join(paths)} must be arrays: bind what is static beforehand, with"
+      " functools.partial."
     )
 
 

@@ -1,5 +1,6 @@
 """What a user is told of the residuals of a function: `StashedFunction.explain`."""
 
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
@@ -30,12 +31,8 @@ class Explanation:
       size = f"{r.num_bytes / 1e6:,.3f}"
       columns = r.name or "-", r.operation, str(list(r.shape)), str(r.dtype), size, r.kind
       table.append((*columns, r.reason or "-", (r.source or "-").rpartition("/")[2]))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-      "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-      for row in table
-    ]
-    total = lambda things: f"{sum(map(_num_bytes, things)) / 1e6:,.3f} MB"
+    lines = aligned(table)
+    total = lambda things: f"{sum(map(num_bytes, things)) / 1e6:,.3f} MB"
     of_kind = lambda kind: [r for r in self.residuals if r.kind == kind]
     not_kept = sorted(set(self.names) - {r.name for r in self.residuals})
     if not_kept:
@@ -52,5 +49,13 @@ class Explanation:
     )
 
 
-def _num_bytes(value):
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+  """Returns a line for each row of a table, its columns aligned."""
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  lines = (map(str.ljust, row, widths) for row in table)
+  return ["  ".join(line).rstrip() for line in lines]
+
+
+def num_bytes(value: Any) -> int:
+  """Returns the bytes of what has a shape and a dtype."""
   return math.prod(value.shape) * value.dtype.itemsize

@@ -10,6 +10,7 @@ import jax.extend.core as jex
 
 from pallas_stash.arguments import describe
 from pallas_stash.checkpoint import check_arguments, paths_of
+from pallas_stash.explanation import aligned, num_bytes
 from pallas_stash.origins import origin_of, outermost, PUSHES, pushes_of
 from pallas_stash.policies import plain_name
 from pallas_stash.residuals import trace_forward
@@ -77,11 +78,7 @@ class StepExplanation:
     small = [k for k in self.kept if k.num_bytes < least]
     header = "loop", "value", "of a layer", "MB each", "MB", "worst case", "kind", "in", "line"
     table = [header, *map(_cells, shown)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-      "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-      for row in table
-    ]
+    lines = aligned(table)
     if small:
       lines.append(f"and {len(small)} small ones, {_megabytes(_total(small))} MB")
     size = lambda *which: f"{_megabytes(_total(self.of_kind(*which)))} MB"
@@ -128,7 +125,7 @@ def explain(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> StepExplanati
     if not isinstance(leaf, jex.Literal) and leaf not in kept:
       kept[leaf] = _kept(leaf, scope, labels)
   leaves = jax.tree.leaves((args, kwargs))
-  return StepExplanation(tuple(kept.values()), sum(map(_num_bytes, map(jax.typeof, leaves))))
+  return StepExplanation(tuple(kept.values()), sum(map(num_bytes, map(jax.typeof, leaves))))
 
 
 def _kept(leaf, scope, labels):
@@ -189,7 +186,3 @@ def _megabytes(count):
 
 def _total(values):
   return sum(value.num_bytes for value in values)
-
-
-def _num_bytes(aval):
-  return math.prod(aval.shape) * aval.dtype.itemsize

@@ -2,12 +2,12 @@
 
 import os
 
+from bench.tpu.environment import use_cpu_devices
+
 # Before jax is imported. Without the flag XLA keeps what it fuses in more bits than saving does.
-os.environ["XLA_FLAGS"] = (
-  os.environ.get("XLA_FLAGS", "")
-  + " --xla_force_host_platform_device_count=4 --xla_allow_excess_precision=false"
-)
-os.environ.update(JAX_PLATFORMS="cpu", DECOUPLE_GCLOUD="TRUE", TF_CPP_MIN_LOG_LEVEL="2")
+use_cpu_devices(4)
+os.environ["XLA_FLAGS"] += " --xla_allow_excess_precision=false"
+os.environ.update(DECOUPLE_GCLOUD="TRUE", TF_CPP_MIN_LOG_LEVEL="2")
 
 from absl import app, flags  # noqa: E402
 

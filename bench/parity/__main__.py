@@ -1,13 +1,10 @@
 """`make parity`: one MoE layer spread over devices in five ways, with and without the stash."""
 # ruff: noqa: E402  The environment must be set before jax is imported.
 
-import os
+from bench.tpu.environment import use_cpu_devices
 
-# Eight virtual CPU devices, on any host: what a device rounds differently is no subject here.
-xla_flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in xla_flags:
-  xla_flags += " --xla_force_host_platform_device_count=8"
-os.environ.update(XLA_FLAGS=xla_flags.strip(), JAX_PLATFORMS="cpu")
+# On any host: what a device rounds differently is no subject here.
+use_cpu_devices(8)
 
 from absl import app, flags
 
