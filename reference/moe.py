@@ -37,13 +37,14 @@ def expert_ffn(
   *,
   grouped_matmul,
   weights_before_down_projection=False,
+  **options,
 ):
   """The experts of one device, applied to the rows routed to them.
 
   Rows from `sum(group_sizes)` on are padding. What padding holds, in the arguments, in what
   `grouped_matmul` returns and in the cotangent of its `lhs`, does not matter, NaN included: it is
-  deselected wherever it enters, never multiplied by zero. The results of the grouped matmuls that
-  the backward pass needs are named "mlpwi_0", "mlpwi_1" and "mlpwo" for checkpoint policies.
+  deselected wherever it enters, never multiplied by zero. What the backward pass needs is named
+  for checkpoint policies, as `expert_mlp` says.
 
   Args:
     tokens: [num_tokens, width].
@@ -59,6 +60,7 @@ def expert_ffn(
     weights_before_down_projection: whether the hidden rows are multiplied by their weights, rather
       than what is made of them. The result is the same to rounding. The backward pass then needs no
       "mlpwo": the gradient of the weight of a row is the sum over its hidden features.
+    **options: of `expert_mlp`.
 
   Returns:
     [num_tokens, width], the weighted sum of the experts' outputs for each token.
@@ -67,17 +69,32 @@ def expert_ffn(
   if weights_before_down_projection:
     row_weights = row_weights_of(weights, row_choices)
     weights = jnp.ones_like(weights)
-  out = expert_mlp(rows, group_sizes, experts, row_weights, grouped_matmul=grouped_matmul)
+  options["grouped_matmul"] = grouped_matmul
+  out = expert_mlp(rows, group_sizes, experts, row_weights, **options)
   return sum_of_choices(out, choice_rows, weights, tokens.dtype)
 
 
-def expert_mlp(rows, group_sizes, experts, row_weights=None, *, grouped_matmul):
+def expert_mlp(
+  rows,
+  group_sizes,
+  experts,
+  row_weights=None,
+  *,
+  grouped_matmul,
+  is_fused=False,
+  prefix="",
+):
   """The gated MLP of each expert, applied to its rows.
+
+  The results of the grouped matmuls that the backward pass needs are named "mlpwi_0", "mlpwi_1" and
+  "mlpwo"; those of a trainer whose dense layers have these names already have a prefix.
 
   Args:
     rows: [total_rows, width], sorted by expert; then padding, which may hold anything.
-    group_sizes, experts, grouped_matmul: as of `expert_ffn`, which tells of names.
+    group_sizes, experts, grouped_matmul: as of `expert_ffn`.
     row_weights: float32[total_rows], what to multiply the hidden rows with; None for nothing.
+    is_fused: whether one grouped matmul makes the first two, side by side, "mlpwi".
+    prefix: of the names, such as "moe_"; with one the rows, too, have a name, "x_sorted" behind it.
 
   Returns:
     [total_rows, width], zero in padding.
@@ -87,18 +104,25 @@ def expert_mlp(rows, group_sizes, experts, row_weights=None, *, grouped_matmul):
   def mask(rows):
     return jnp.where(live, rows, 0)
 
-  def project(rows, name):
-    return grouped_matmul(rows, experts[name], group_sizes)
+  def project(rows, weights):
+    return grouped_matmul(rows, weights, group_sizes)
 
-  def hidden_of(rows, name):
-    return mask(checkpoint_name(project(rows, name), f"mlp{name}"))
+  def hidden_of(rows, weights, name):
+    return mask(checkpoint_name(project(rows, weights), f"{prefix}mlp{name}"))
 
   rows = mask(rows)
-  hidden = jax.nn.silu(hidden_of(rows, "wi_0")) * hidden_of(rows, "wi_1")
+  if prefix:
+    rows = checkpoint_name(rows, f"{prefix}x_sorted")
+  if is_fused:
+    both = jnp.concatenate([experts["wi_0"], experts["wi_1"]], axis=-1)
+    gate, up = jnp.split(hidden_of(rows, both, "wi"), 2, axis=-1)
+  else:
+    gate, up = (hidden_of(rows, experts[name], name) for name in ("wi_0", "wi_1"))
+  hidden = jax.nn.silu(gate) * up
   if row_weights is None:
-    return mask(checkpoint_name(project(hidden, "wo"), "mlpwo"))
+    return hidden_of(hidden, experts["wo"], "wo")
   # Masked for the cotangent's sake, of which the gradient of the weights is a sum.
-  return mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), "wo"))
+  return mask(project(mask((hidden * row_weights[:, None]).astype(hidden.dtype)), experts["wo"]))
 
 
 def rows_of(tokens, row_choices, weights):

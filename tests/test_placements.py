@@ -15,8 +15,10 @@ import pallas_stash as ps
 from reference import mla, model, moe
 from tests.helpers.checks import assert_trees_equal, FUSED
 
-EXPERTS = "mlpwi_0", "mlpwi_1", "mlpwo"
-NAMES = *EXPERTS, *mla.NAMES
+NAMES = "mlpwi_0", "mlpwi_1", "mlpwo", *mla.NAMES
+# Of trainers whose dense layers have those of experts already: MaxText's.
+PREFIXED = "moe_x_sorted", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo", *mla.NAMES
+FUSED_NAMES = "moe_x_sorted", "moe_mlpwi", "moe_mlpwo"
 CONFIG = model.Config(
   vocab=32,
   width=16,
@@ -30,16 +32,18 @@ CONFIG = model.Config(
 BATCH, SEQ = 2, 6
 
 
-def ffn(state, group_sizes, *args):
-  """The experts. Marks their rows, and the tokens, each of which has a row of attention."""
-  tokens, rows = args[0].shape[0], args[1].shape[0]
-  ps.mark_rows(ps.RaggedRows(jnp.array([tokens], jnp.int32), tokens))
-  ps.mark_rows(ps.RaggedRows(group_sizes, rows))
-  return moe.expert_ffn(*args, grouped_matmul=lax.ragged_dot), state
-
-
 def gradients(placements):
+  """Returns loss and gradients of the model whose names are those of `placements`."""
   policy = ps.policy_by_name(placements)
+  options = {"prefix": "moe_" * ("mlpwo" not in placements), "is_fused": "moe_mlpwi" in placements}
+
+  def ffn(state, group_sizes, *args):
+    """Marks the rows of experts, and the tokens, each of which has a row of attention."""
+    tokens, rows = args[0].shape[0], args[1].shape[0]
+    ps.mark_rows(ps.RaggedRows(jnp.array([tokens], jnp.int32), tokens))
+    ps.mark_rows(ps.RaggedRows(group_sizes, rows))
+    return moe.expert_ffn(*args, grouped_matmul=lax.ragged_dot, **options), state
+
   loss = lambda *args: model.loss(*args, config=CONFIG, policy=policy, ffn=ffn)[0]
   if policy.names:
     loss = ps.threaded(loss, lambda rows: rows)
@@ -53,27 +57,37 @@ def gradients(placements):
 
 
 @functools.cache
-def saved(*names):
+def saved(names):
   return gradients(dict.fromkeys(names, "device"))
 
 
+def placed(names, **others):
+  return dict.fromkeys(names, "remat") | others
+
+
 @pytest.mark.long
-def test_all_in_the_stash():
+@pytest.mark.parametrize("names", [NAMES, PREFIXED, FUSED_NAMES])
+def test_all_in_the_stash(names):
   """Experts and attention have a stash each: their rows are others."""
-  assert_trees_equal(gradients(dict.fromkeys(NAMES, "stash")), saved(*NAMES))
+  assert_trees_equal(gradients(dict.fromkeys(names, "stash")), saved(names))
+
+
+ONE_OF = [(name, names) for names in (NAMES, PREFIXED[:4], FUSED_NAMES) for name in names]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
-def test_one_in_the_stash(name):
-  assert_trees_equal(gradients({name: "stash"}), saved(name))
+@pytest.mark.parametrize("name, names", ONE_OF)
+def test_one_in_the_stash(name, names):
+  expected = gradients(placed(names, **{name: "device"}))
+  assert_trees_equal(gradients(placed(names, **{name: "stash"})), expected)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(6))
-def test_some_here_and_some_there(seed):
+@pytest.mark.parametrize("names", [NAMES, PREFIXED, FUSED_NAMES])
+@pytest.mark.parametrize("seed", range(4))
+def test_some_here_and_some_there(seed, names):
   """XLA may round in another way what it fuses with what is made again."""
   draw = random.Random(seed)
-  placements = {name: draw.choice(["remat", "device", "offload", "stash"]) for name in NAMES}
+  placements = {name: draw.choice(["remat", "device", "offload", "stash"]) for name in names}
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
-  jax.tree.map(close, gradients(placements), saved(*NAMES))
+  jax.tree.map(close, gradients(placements), saved(names))
