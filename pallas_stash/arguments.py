@@ -1,6 +1,7 @@
 """What callers pass: checked, with a `ValueError` in their words, and described in few of ours."""
 
 from collections.abc import Iterable
+import fractions
 import operator
 from typing import Any
 
@@ -35,6 +36,18 @@ def positive_int(name: str, value: Any) -> int:
   if value < 1:
     raise ValueError(f"{name}={value} must be positive.")
   return value
+
+
+def positive_fraction(name: str, value: Any) -> fractions.Fraction:
+  """Returns a number above zero as it is written: 1.1 is eleven tenths, not the float nearest."""
+  try:
+    # Through the decimal text: Fraction(1.1) is above 11/10, and its ceiling one row too many.
+    fraction = fractions.Fraction(str(value))
+  except ValueError:
+    fraction = fractions.Fraction(0)  # "nan", "inf" and whatever is not a number
+  if fraction <= 0:
+    raise ValueError(f"{name}={describe(value)} must be a finite number above zero")
+  return fraction
 
 
 def as_array(name: str, value: Any, what: str = "an array") -> jax.Array:

@@ -50,10 +50,10 @@ def gmm(
 
   On a TPU the matmul stores the rows as it loads them, and the gradient of `rhs` reads them in the
   stash: none is copied. With `group_offset` a push then takes up to 14 rows more than there are.
-  They are copied, with the same results, for a `grouped_matmul`, where row tiles are no multiple of
-  16 or have more rows than the stash, and where tiles along k are no multiple of 128 or do not
-  divide the width of the stash. Groups that reach past the end of `lhs` store nothing and count as
-  invalid; their products are undefined.
+  They are copied, with the same results, to a stash with pages, for a `grouped_matmul`, where row
+  tiles are no multiple of 16 or have more rows than the stash, and where tiles along k are no
+  multiple of 128 or do not divide the width of the stash. Groups that reach past the end of `lhs`
+  store nothing and count as invalid; their products are undefined.
 
   This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
   rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
@@ -169,7 +169,9 @@ def _backward(multiply, padding, implementation, saved, cotangents):
     d_lhs = multiply.gradient("lhs", d_out, of_lhs, rhs, *groups)
   else:
     # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
-    (lhs,) = read_rows(d_stash, slot, ragged, slot.is_stored(), implementation, padding)
+    contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
+    is_held = contents.allocator.holds(slot)
+    (lhs,) = read_rows(contents, slot, ragged, is_held, implementation, padding)
     d_stash, d_out = receive(d_stash, slot, d_out)
     _, vjp = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, *groups), lhs, rhs)
     with standard_promotion():
@@ -183,7 +185,7 @@ def _backward(multiply, padding, implementation, saved, cotangents):
 
 def _fits(multiply, implementation, stash, shape, dtype, rhs):
   """Returns whether a matmul can write and read the stash in place, on a TPU. All is static."""
-  if not isinstance(multiply, Megablox) or implementation == "xla":
+  if not isinstance(multiply, Megablox) or implementation == "xla" or stash.page_rows:
     return False
   (m, k), n = shape, rhs.shape[1 if multiply.transpose_rhs else 2]
   dtypes = dtype, rhs.dtype, multiply.preferred_element_type

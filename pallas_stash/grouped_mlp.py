@@ -64,10 +64,11 @@ def grouped_mlp(
   On a TPU the matmul of the forward pass writes both products to the stash as it makes them, and
   the backward pass reads them there: neither exists at worst-case size but where it did not fit.
   The other matmuls are megablox's. Elsewhere all are `lax.ragged_dot`, and rows are copied to the
-  stash and back. So they are on a TPU where row tiles are no multiple of 16 or have more rows than
-  the stash, and where column tiles do not divide the width of the stash; and what megablox does not
-  take, which is other dtypes than float32 and bfloat16, rows that are no multiple of the row tile
-  and tiles of columns that are none of 128, is `lax.ragged_dot` there, too.
+  stash and back. So they are on a TPU where the stash has pages, where row tiles are no multiple of
+  16 or have more rows than the stash, and where column tiles do not divide the width of the stash;
+  and what megablox does not take, which is other dtypes than float32 and bfloat16, rows that are no
+  multiple of the row tile and tiles of columns that are none of 128, is `lax.ragged_dot` there,
+  too.
 
   Gradients are exact at any capacity: products that do not fit are made again from `x`. They are
   those of the matmuls, each rounded to the dtype of `x`, and of the activation in float32.
@@ -148,7 +149,7 @@ class _Static:
     n = w_gate.shape[2]
     shapes = (m, k, n), (m, w_down.shape[2], n)
     dtypes = x.dtype, *(weights.dtype for weights in matrices)
-    is_known = self.mlp.implementation != "xla"
+    is_known = self.mlp.implementation != "xla" and not stash.page_rows
     return is_known and all(
       gate_up.fits(shape, self.buffers(stash, k, n), dtypes, self.mlp.options) for shape in shapes
     )
@@ -269,7 +270,8 @@ def _backward_by_copies(
   ragged = RaggedRows(group_sizes, d_out.shape[0])
 
   def read():
-    restored = read_rows(contents, slot, ragged, slot.is_stored(), static.mlp.implementation)
+    is_held = contents.allocator.holds(slot)
+    restored = read_rows(contents, slot, ragged, is_held, static.mlp.implementation)
     return tuple(restored[index] for index in order)
 
   if static.keep_x:

@@ -88,7 +88,7 @@ def _seal_forward(y, stash):
 def _seal_backward(stash, d_y):
   stash = first_order_only(stash)
   # The canary is 0, or NaN where the stash was misused in the forward pass.
-  return d_y, stash.as_cotangent(_handed_over(stash.counters.pushes) + stash.canary)
+  return d_y, stash.as_cotangent(handed_over(stash.counters.pushes) + stash.canary)
 
 
 _seal.defvjp(_seal_forward, _seal_backward)
@@ -111,12 +111,14 @@ def receive(d_stash: Any, slot: Any, d_out: Any) -> tuple[Any, Any]:
     The cotangent of the stash that the use took, and `d_out`: all NaN unless the contents of
     `d_stash` are those of a stash that was sealed behind this use and the uses between.
   """
-  found, expected = d_stash.canary, _handed_over(next_number(slot.number))
-  is_right = found == expected
+  found, expected = d_stash.canary, handed_over(next_number(slot.number))
+  # Without the zeros of its integers. With pages, those of the slot are free from here on.
+  d_stash, is_held = d_stash.as_cotangent(found).release(slot)
+  is_right = (found == expected) & is_held
   if debugging.is_debugging():
     counts = found[0] - BASE, expected[0] - BASE
     debugging.report_count(slot.number[0], *counts, is_sealed=found[0] != 0)
-  canary = jnp.where(is_right, _handed_over(slot.number), jnp.float32(jnp.nan))
+  canary = jnp.where(is_right, handed_over(slot.number), jnp.float32(jnp.nan))
   return d_stash.as_cotangent(canary), _poison_unless(is_right[0], first_order_only(d_out))
 
 
@@ -162,7 +164,8 @@ def check_flags() -> list[str]:
   return flags
 
 
-def _handed_over(count):
+def handed_over(count: jax.Array) -> jax.Array:
+  """Returns the canary of a stash that is handed over behind so many pushes, float32."""
   return jnp.float32(BASE) + count.astype(jnp.float32)
 
 

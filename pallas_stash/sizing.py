@@ -7,13 +7,12 @@ tokens of all `ep` devices on each of them.
 """
 
 from collections.abc import Sequence
-import fractions
 import math
 import numbers
 import statistics
 from typing import Any
 
-from pallas_stash.arguments import describe, row_specs
+from pallas_stash.arguments import describe, positive_fraction, row_specs
 from pallas_stash.kernels.tiling import round_up
 
 __all__ = [
@@ -21,6 +20,7 @@ __all__ = [
   "expected_rows",
   "bucket_rows",
   "capacity_rows",
+  "page_rows",
   "margin",
   "residual_bytes",
 ]
@@ -110,7 +110,7 @@ def capacity_rows(
       1.1 is eleven tenths, not the float nearest to it. Layers share the room: what one leaves
       unused is there for the others.
     row_alignment: each push starts on a multiple of this many rows: 8, or 32 if any residual has
-      one-byte elements.
+      one-byte elements; or with pages those of a page.
 
   Returns:
     `layers` times the rows of a layer, which are the expected rows times `margin`, rounded up, but
@@ -118,9 +118,26 @@ def capacity_rows(
   """
   layers, row_alignment = _positive_ints(layers=layers, row_alignment=row_alignment)
   expected = expected_rows(batch, seq, top_k, ep, num_experts)
-  rows = math.ceil(expected * _positive_fraction(margin))
+  rows = math.ceil(expected * positive_fraction("margin", margin))
   rows = min(rows, worst_case_rows(batch, seq, top_k, ep, num_experts))
   return layers * round_up(rows, row_alignment)
+
+
+def page_rows(expected_rows: int) -> int:
+  """The rows of a page for pushes of so many rows.
+
+  A push holds whole pages, so half a page on average is held for nothing: under one percent of a
+  push of 64 pages. Smaller pages cost more to look up, and a kernel moves tiles of at most 512 rows
+  anyway.
+
+  Args:
+    expected_rows: of a push, see `expected_rows`.
+
+  Returns:
+    The first power of two from `expected_rows / 64` on, but at least 128 and at most 512.
+  """
+  (expected_rows,) = _positive_ints(expected_rows=expected_rows)
+  return min(max(128, 1 << (-(-expected_rows // 64) - 1).bit_length()), 512)
 
 
 def margin(
@@ -227,14 +244,3 @@ def _number(name, value, what, is_right) -> float:
   if not is_number or not math.isfinite(value) or not is_right(value):
     raise ValueError(f"{name}={describe(value)} must be a finite number, {what}")
   return float(value)
-
-
-def _positive_fraction(margin) -> fractions.Fraction:
-  try:
-    # Through the decimal text: Fraction(1.1) is above 11/10, and its ceiling one row too many.
-    fraction = fractions.Fraction(str(margin))
-  except ValueError:
-    fraction = fractions.Fraction(0)  # "nan", "inf" and whatever is not a number
-  if fraction <= 0:
-    raise ValueError(f"margin={describe(margin)} must be a finite number above zero")
-  return fraction

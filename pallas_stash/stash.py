@@ -15,7 +15,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import arguments, dtypes, kernels, storage
-from pallas_stash.allocators import Bump, Slot
+from pallas_stash.allocators import Allocator, Bump, Pages, Slot
 from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import report_pushed
 from pallas_stash.handover import first_order_only, name_slot
@@ -25,6 +25,8 @@ from pallas_stash.ragged import RaggedRows
 from pallas_stash.stats import Counters, StashStats
 from pallas_stash.storage import match_residuals
 from pallas_stash.varying import refuse_sharded, vary_alike, vary_over, varying_axes
+
+PAGE_MULTIPLE = 32  # The rows of a tile of any dtype.
 
 
 @jax.tree_util.register_dataclass
@@ -47,34 +49,45 @@ class Stash:
 
   residuals: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
   buffers: tuple[jax.Array, ...]
-  allocator: Bump
+  allocator: Allocator
   counters: Counters | None
   canary: jax.Array
 
   def __repr__(self):
     # Of shapes alone: to print values would fetch the buffers, and transformations leave no values.
     specs = ", ".join(map(arguments.describe, self.residuals))
-    buffers, top = arguments.describe(self.buffers), arguments.describe(self.top)
-    return f"Stash({specs}; buffers={buffers}, top={top})"
+    buffers = arguments.describe(self.buffers)
+    if self.page_rows is None:
+      return f"Stash({specs}; buffers={buffers}, top={arguments.describe(self.top)})"
+    holder = arguments.describe(self.allocator.holder)
+    return f"Stash({specs}; buffers={buffers}, page_rows={self.page_rows}, holder={holder})"
 
   @staticmethod
   def empty(
-    capacity_rows: int, residuals: Sequence[jax.ShapeDtypeStruct], num_shards: int = 1
+    capacity_rows: int,
+    residuals: Sequence[jax.ShapeDtypeStruct],
+    num_shards: int = 1,
+    *,
+    page_rows: int | None = None,
   ) -> "Stash":
     """Returns a stash that holds nothing.
 
     Args:
-      capacity_rows: static int, rows of each shard, rounded up to a tile: 8 rows, or 32 if any
-        residual has one-byte elements. Zero is allowed: every layer is then recomputed.
+      capacity_rows: static int, rows of each shard, rounded up to a tile, 8 rows, or 32 if any
+        residual has one-byte elements; or to a page. Zero is allowed: every layer is then
+        recomputed.
       residuals: the shape of one row and the dtype of each residual, as `f.residuals` gives them.
         A floating-point dtype that has NaN: an integer has no cotangent to come back in, and of
         float4 and float6 no value could say that rows were not stored.
       num_shards: 1 inside `shard_map`; outside, the shards of the global arrays, to be sharded by
         `PartitionSpec(mesh_axes)`.
+      page_rows: static int, a multiple of 32: each push takes whole pages of so many rows, and
+        frees them in any order (see `sizing.page_rows`). None: the rows of a push are contiguous,
+        the last ones are freed first, and a matmul can read them where they are.
 
     Raises:
-      ValueError: for a negative capacity, no residuals, another dtype, no shards, or arguments that
-        are no such things.
+      ValueError: for a negative capacity, no residuals, another dtype, no shards, pages of another
+        size, or arguments that are no such things.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
@@ -92,7 +105,13 @@ class Stash:
           " Bit-cast it, or keep it as an ordinary residual."
         )
     alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
-    allocator = Bump.empty(round_up(capacity_rows, alignment), alignment, num_shards)
+    if page_rows is None:
+      allocator = Bump.empty(round_up(capacity_rows, alignment), alignment, num_shards)
+    elif (page_rows := _check_int("page_rows", page_rows, PAGE_MULTIPLE)) % PAGE_MULTIPLE:
+      raise ValueError(f"{page_rows=} must be a multiple of {PAGE_MULTIPLE}.")
+    else:
+      capacity = round_up(capacity_rows, page_rows)
+      allocator = Pages.empty(capacity, alignment, num_shards, page_rows)
     buffers = storage.empty_buffers(specs, allocator.capacity * num_shards)
     buffers = storage.poison_free_rows(buffers, allocator)
     canary = jnp.zeros((num_shards,), jnp.float32)
@@ -166,20 +185,35 @@ class Stash:
     is_readable = self.allocator.holds(slot) & (self.canary == 0)
     return read_rows(self, slot, ragged, is_readable, implementation, padding)
 
-  def pop(self, slot: Slot) -> "Stash":
-    """Frees the rows of the slot that was pushed last; of one that was not stored, nothing.
+  def free(self, slot: Slot) -> "Stash":
+    """Frees the rows of a slot: with pages any one's, else those of the one that was pushed last.
 
-    Popping another slot is known only at run time: it frees nothing and breaks the stash for good,
-    so that every later `restore` and every gradient is NaN. Not for use between layers that are
+    Of a slot that was not stored it frees nothing. One that is freed already, or without pages is
+    not the last, is known only at run time: it frees nothing and breaks the stash for good, so that
+    every later `restore` and every gradient is NaN. Not for use between layers that are
     differentiated: gradients of the layers before it are NaN, as others may reuse their rows.
     """
     self._check_local()
     check_slot(slot)
     self, slot = vary_alike(self, slot)
-    allocator, is_right = self.allocator.free(slot)
+    stash, is_right = self.release(slot)
     canary = jnp.where(is_right, lax.stop_gradient(self.canary), jnp.nan)
-    buffers = storage.poison_free_rows(self.buffers, allocator)
-    return dataclasses.replace(self, buffers=buffers, allocator=allocator, canary=canary)
+    return dataclasses.replace(stash, canary=canary)
+
+  def pop(self, slot: Slot) -> "Stash":
+    """`free`, as one says of a stash without pages."""
+    return self.free(slot)
+
+  def release(self, slot: Slot) -> tuple["Stash", jax.Array]:
+    """Returns the stash, or the cotangent, without the rows of a slot, and bool[1], as `free` does.
+
+    The backward pass of a stash without pages frees nothing.
+    """
+    allocator, is_right = self.allocator.free(slot)
+    buffers = self.buffers
+    if allocator is not self.allocator:
+      buffers = storage.poison_free_rows(buffers, allocator)
+    return dataclasses.replace(self, buffers=buffers, allocator=allocator), is_right
 
   def reset(self) -> "Stash":
     """Frees all rows and keeps what `stats` counts: one stash for many microbatches.
@@ -198,12 +232,17 @@ class Stash:
 
   @property
   def top(self) -> jax.Array:
-    """Rows in use, int32[shards]: the first row that is free. A push starts there, in its tile."""
+    """The first row that is free, int32[shards]: a push starts in its tile. Not with pages."""
     return self.allocator.top
 
   @property
+  def page_rows(self) -> int | None:
+    """Rows of a page; None without pages."""
+    return self.allocator.page_rows
+
+  @property
   def rows_per_shard(self) -> int:
-    """Rows that one shard holds: the capacity, rounded up to a tile."""
+    """Rows that one shard holds: the capacity, rounded up to a tile or to a page."""
     return self.allocator.capacity
 
   @property
@@ -239,7 +278,7 @@ def _push(stash, values, ragged, axis_name, implementation):
   stash, slot = take_rows(stash, ragged, axis_name, checksum)
   runs = stash.allocator.compact_runs(ragged, slot.start[0])
   runs = runs._replace(sizes=jnp.where(slot.is_stored()[0], runs.sizes, 0))
-  buffers = storage.store(stash.buffers, values, order, runs, implementation)
+  buffers = storage.store(stash.buffers, values, order, runs, implementation, stash.page_rows)
   return dataclasses.replace(stash, buffers=buffers), slot
 
 
@@ -267,7 +306,7 @@ def take_rows(
     stash, ragged, axis_name: as of `Stash.push`.
     checksum: of the slot.
     is_congruent: whether the rows are to start as far behind the start of a tile as the first group
-      does in its buffer.
+      does in its buffer. Not with pages.
 
   Returns:
     The stash, and the slot of the push.
@@ -278,8 +317,9 @@ def take_rows(
   if is_congruent:
     lead = jnp.where(rows > 0, ragged.group_starts[0] % stash.alignment, 0)
   is_stored = _all_along(axis_name, is_valid & stash.allocator.has_room(rows, lead))
-  allocator, start = stash.allocator.take(rows, is_stored, lead)
-  slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, stash.counters.pushes)
+  number = stash.counters.pushes
+  allocator, start = stash.allocator.take(rows, is_stored, number[0], lead)
+  slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, number)
   counters = stash.counters.after_push(is_valid, is_stored, allocator)
   return dataclasses.replace(stash, allocator=allocator, counters=counters), slot
 

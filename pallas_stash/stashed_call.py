@@ -122,8 +122,8 @@ class StashedCall:
 
     def restore(contents, slot, ragged, operands):
       del operands
-      is_stored, options = slot.is_stored(), (self._implementation, self._padding)
-      rows = read_rows(contents, slot, ragged, is_stored, *options)
+      is_held, options = contents.allocator.holds(slot), (self._implementation, self._padding)
+      rows = read_rows(contents, slot, ragged, is_held, *options)
       return tuple(rows[index] for index in order)
 
     def recompute(contents, slot, ragged, operands):

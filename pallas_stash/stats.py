@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_stash.allocators import Bump
+from pallas_stash.allocators import Allocator
 from pallas_stash.arguments import describe, static_int
 from pallas_stash.handover import next_number
 
@@ -15,7 +15,7 @@ class StashStats(NamedTuple):
   """What happened to a stash, each int32[shards].
 
   Attributes:
-    rows_in_use: rows that hold values now, alignment included.
+    rows_in_use: rows that hold values now, alignment included; with pages, the rows of those.
     peak_rows: most rows that were ever in use.
     overflowed_pushes: pushes that did not fit and stored nothing.
     invalid_pushes: pushes whose groups overlapped or left the buffer, and stored nothing.
@@ -85,7 +85,9 @@ class Counters(NamedTuple):
   def zero(cls, num_shards: int) -> "Counters":
     return cls(*(jnp.zeros((num_shards,), jnp.int32) for _ in cls._fields))
 
-  def after_push(self, is_valid: jax.Array, is_stored: jax.Array, allocator: Bump) -> "Counters":
+  def after_push(
+    self, is_valid: jax.Array, is_stored: jax.Array, allocator: Allocator
+  ) -> "Counters":
     """Counts a push.
 
     Args:

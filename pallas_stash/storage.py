@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes, kernels
-from pallas_stash.allocators import Bump
+from pallas_stash.allocators import Allocator
 from pallas_stash.checks import debugging
 from pallas_stash.kernels import Implementation
 from pallas_stash.kernels.tiling import LANES, round_up
@@ -34,18 +34,19 @@ def store(
   order: Sequence[int],
   runs: CopyRuns,
   implementation: Implementation | None,
+  page_rows: int | None,
 ) -> Buffers:
   """Returns `buffers` with runs of rows of `values` [total_rows, *row_shape] compacted into them.
 
   Args:
-    buffers, values, runs, implementation: as of `kernels.compact`.
+    buffers, values, runs, implementation, page_rows: as of `kernels.compact`.
     order: which buffer each of `values` goes to.
   """
   buffers = list(buffers)
   for value, index in zip(values, order, strict=True):
     flat = value if value.ndim == 2 else value.reshape(value.shape[0], -1)
     stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
-    buffers[index] = kernels.compact(stored, buffers[index], runs, implementation)
+    buffers[index] = kernels.compact(stored, buffers[index], runs, implementation, page_rows)
   return tuple(buffers)
 
 
@@ -76,7 +77,7 @@ def load(
   return tuple(map(load_one, specs, buffers))
 
 
-def poison_free_rows(buffers: Buffers, allocator: Bump) -> Buffers:
+def poison_free_rows(buffers: Buffers, allocator: Allocator) -> Buffers:
   """Returns `buffers` with NaN in the rows that are free: in the debug mode. Else as they are."""
   if not debugging.is_debugging():
     return buffers

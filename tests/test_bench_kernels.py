@@ -84,7 +84,9 @@ def test_the_formula_counts_the_dmas(kernel, name, start, monkeypatch):
   assert min(counted) >= layout.rows
 
 
-@pytest.mark.parametrize("name", ["prefix", "run", "buckets-8", "buckets-256", "ragged-256"])
+@pytest.mark.parametrize(
+  "name", ["prefix", "run", "buckets-8", "buckets-256", "ragged-256", "pages-256"]
+)
 def test_layouts_fit_and_do_not_overlap(name):
   for occupancy in 0.05, 0.25, 0.5, 1.0:
     rows = int(2**18 * occupancy) // 256 * 256
@@ -93,7 +95,7 @@ def test_layouts_fit_and_do_not_overlap(name):
     starts, sizes, tight = layout.wide_rows(i), layout.sizes(i), layout.tight_rows(i)
     assert (sizes > 0).all() and starts[0] >= 0 and starts[-1] + sizes[-1] <= 2**18
     assert (starts[:-1] + sizes[:-1] <= starts[1:]).all()
-    assert (tight[:-1] + sizes[:-1] == tight[1:]).all()
+    assert (tight[:-1] + sizes[:-1] + layout.gap == tight[1:]).all()
     assert sizes.sum() == rows
 
 

@@ -11,7 +11,7 @@ from tests.helpers import moe_training
 from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices
 from tests.helpers.moe_training import CONFIG
 
-AMPLE = 10_000
+AMPLE = 320 * 32
 
 
 def assert_close(actual, expected):
@@ -29,10 +29,10 @@ def assert_close(actual, expected):
   jax.tree.map(check, jax.device_get(actual), jax.device_get(expected))
 
 
-def rows_needed(group_sizes, devices):
-  """Returns the rows that the fullest device needs, each push rounded up to a tile of 8."""
+def rows_needed(group_sizes, devices, unit):
+  """Returns the rows that the fullest device needs, each push rounded up to a tile or to pages."""
   rows = np.asarray(group_sizes).reshape(CONFIG.layers, devices, -1).sum(-1)
-  return int((-(-rows // 8) * 8).sum(0).max())
+  return int((-(-rows // unit) * unit).sum(0).max())
 
 
 def check(capacity, devices, structure, config=CONFIG, is_static=False, **options):
@@ -45,11 +45,13 @@ def check(capacity, devices, structure, config=CONFIG, is_static=False, **option
       filled up to that, by a program that is compiled once.
     **options: as for `moe_training.gradients`.
   """
+  page_rows = options.pop("page_rows", None)
   saved = moe_training.gradients(config, devices, structure, **options)
   loss, gradients, _, group_sizes = saved
-  needed = rows_needed(group_sizes, devices)
+  needed = rows_needed(group_sizes, devices, page_rows or 8)
   capacity = capacity(needed) if callable(capacity) else capacity
   options |= {"capacity": capacity} if is_static else {"capacity": AMPLE, "room": capacity}
+  options["page_rows"] = page_rows
   stashed = moe_training.gradients(config, devices, structure, **options)
   stats = stashed[2]
   assert not is_any_nan(gradients)
@@ -76,6 +78,10 @@ def exact(rows):
   return rows
 
 
+def one_page_short(rows):
+  return rows - 32
+
+
 # With the 4 devices "inside" of the test below all pairs of structure and check_vma; for long, with
 # those of the number of devices.
 @pytest.mark.parametrize(
@@ -95,6 +101,13 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
   """At any capacity, by one program."""
   for capacity in half_of_the_tiles, exact, 0, AMPLE:
     check(capacity, devices, structure, check_vma=check_vma)
+
+
+@needs_devices(2)
+@pytest.mark.parametrize("structure", ["inside", "outside"])
+def test_gradients_with_pages(structure):
+  for capacity in exact, one_page_short, 0:
+    check(capacity, 2, structure, page_rows=32)
 
 
 @pytest.mark.once

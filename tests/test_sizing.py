@@ -142,7 +142,7 @@ def recomputed_share(rows, capacity):
 
   def push(allocator, rows):
     is_stored = allocator.has_room(rows)
-    return allocator.take(rows, is_stored)[0], ~is_stored
+    return allocator.take(rows, is_stored, jnp.int32(0))[0], ~is_stored
 
   # Of more rows, the first of which are taken: one program for every capacity.
   allocator = Bump.empty(2**30, 1, 1)

@@ -55,35 +55,83 @@ def restore(stash, slot, ragged, implementation):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def pop(stash, slot):
-  return stash.pop(slot)
+def free(stash, slot):
+  return stash.free(slot)
+
+
+free_again = jax.jit(lambda stash, slot: stash.free(slot))
+
+
+class BumpModel:
+  """Which rows are whose, last in, first out."""
+
+  page_rows, unit = None, 8
+
+  def __init__(self, capacity):
+    self.capacity, self.top = capacity, 0
+
+  def take(self, rows):
+    """Returns the rows that a push takes, or None if it does not fit."""
+    if self.top + rows > self.capacity:
+      return None
+    taken = np.arange(self.top, self.top + units(rows, self.unit))
+    self.top += len(taken)
+    return taken
+
+  def free(self, taken):
+    self.top -= len(taken)
+
+
+class PagesModel:
+  """Which rows are whose, in pages that are freed in any order."""
+
+  page_rows = unit = 32
+
+  def __init__(self, capacity):
+    self.free_pages = list(range(-(-capacity // self.unit)))
+
+  def take(self, rows):
+    count = -(-rows // self.unit)
+    if count > len(self.free_pages):
+      return None
+    pages, self.free_pages = self.free_pages[:count], self.free_pages[count:]
+    return (np.array(pages, int)[:, None] * self.unit + np.arange(self.unit)).reshape(-1)
+
+  def free(self, taken):
+    self.free_pages = sorted([*self.free_pages, *(taken[:: self.unit] // self.unit)])
+
+
+def units(rows, unit):
+  return -(-rows // unit) * unit
 
 
 class StashMachine(RuleBasedStateMachine):
   """Every rule does the same to a stash and to the model."""
 
   implementation: str
+  model = BumpModel
   compares_all = True  # After each operation. Else the last slot, one other, and all in the end.
   compared = 0  # Stored pushes that have rows, of all sequences together.
 
   @initialize(capacity=st.sampled_from(CAPACITIES))
   def start(self, capacity):
     self.capacity, self.seed = capacity, 0
-    self.stash = ps.Stash.empty(capacity, SPECS)
+    self.stash = ps.Stash.empty(capacity, SPECS, page_rows=self.model.page_rows)
     self.forget()
 
   def forget(self):
     """Of the model: nothing is stored."""
-    self.slots = []  # of each push: its slot, layout, values, and the rows that it takes
-    self.top = self.peak = self.wanted = self.sufficient = self.overflowed = self.invalid = 0
+    self.slots = []  # of each push: its slot, layout, values, and the rows that it takes, or None
+    self.rows = self.model(self.capacity)
+    self.used = self.peak = self.wanted = self.sufficient = self.overflowed = self.invalid = 0
+    self.freed = []  # slots whose rows are no longer there, with their layouts
 
   def poison(self):
     """Writes NaN wherever no row is stored."""
     free = np.ones(self.stash.rows_per_shard, bool)
-    top = 0
     for _, (sizes, _), _, taken in self.slots:
-      free[top : top + (sum(sizes) if taken else 0)] = False
-      top += taken
+      if taken is not None:
+        free[taken[: sum(sizes)]] = False
     poisoned = lambda buffer: jnp.where(free[:, None], jnp.nan, buffer).astype(buffer.dtype)
     self.stash.buffers = tuple(map(poisoned, self.stash.buffers))
 
@@ -95,15 +143,13 @@ class StashMachine(RuleBasedStateMachine):
     values = [rng.normal(size=(TOTAL_ROWS, *s.shape)).astype(s.dtype) for s in SPECS]
     self.stash, slot = push(self.stash, values, ragged_of(layout), self.implementation)
 
-    rows = sum(layout[0])
-    taken = -(-rows // 8) * 8
-    fits = self.top + rows <= self.capacity
-    assert bool(slot.is_stored()[0]) == fits
-    self.slots.append((slot, layout, values, taken if fits else 0))
-    self.top += taken if fits else 0
-    self.overflowed += not fits
-    self.peak = max(self.peak, self.top)
-    self.wanted += taken
+    taken = self.rows.take(sum(layout[0]))
+    assert bool(slot.is_stored()[0]) == (taken is not None)
+    self.slots.append((slot, layout, values, taken))
+    self.used += 0 if taken is None else len(taken)
+    self.overflowed += taken is None
+    self.peak = max(self.peak, self.used)
+    self.wanted += units(sum(layout[0]), self.model.unit)
     self.sufficient = max(self.sufficient, self.wanted)
     self.check()
 
@@ -117,29 +163,38 @@ class StashMachine(RuleBasedStateMachine):
     self.check()
 
   @precondition(lambda self: self.slots)
-  @rule()
-  def pop(self):
-    slot, layout, _, taken = self.slots.pop()
-    self.stash = pop(self.stash, slot)
-    self.top -= taken
-    self.wanted -= -(-sum(layout[0]) // 8) * 8
+  @rule(index=st.integers(0, 99))
+  def free(self, index):
+    is_any = self.model.page_rows is not None
+    slot, layout, _, taken = self.slots.pop(index % len(self.slots) if is_any else -1)
+    self.stash = free(self.stash, slot)
+    if taken is not None:
+      self.rows.free(taken)
+      self.used -= len(taken)
+    self.wanted -= units(sum(layout[0]), self.model.unit)
+    if taken is not None and len(taken):
+      # Of a stash without pages others may soon be at the same place.
+      self.freed = [*self.freed * is_any, (slot, layout)]
+    self.check()
     self.poison()
-    if taken:  # The rows are no longer there, and whoever reads them is told.
+    for slot, layout in self.freed[-1:] + self.freed[:1]:
       for value in restore(self.stash, slot, ragged_of(layout), self.implementation):
         assert np.isnan(value).all()
-    self.check()
+    if self.freed and is_any:
+      assert np.isnan(free_again(self.stash, slot).canary).all()
 
   @rule()
   def next_step(self):
     """Another training step, in the memory that the last one left."""
-    empty = ps.Stash.empty(self.capacity, SPECS)
+    empty = ps.Stash.empty(self.capacity, SPECS, page_rows=self.model.page_rows)
     empty.buffers = self.stash.buffers
     self.stash = empty
     self.forget()
 
   def check(self):
     stats = [int(x[0]) for x in self.stash.stats()]
-    assert stats == [self.top, self.peak, self.overflowed, self.invalid, self.sufficient]
+    assert stats == [self.used, self.peak, self.overflowed, self.invalid, self.sufficient]
+    assert self.stash.canary[0] == 0
     others = [] if not self.slots else [self.slots[self.seed % len(self.slots)], self.slots[-1]]
     self.compare(self.slots if self.compares_all else others)
 
@@ -152,9 +207,9 @@ class StashMachine(RuleBasedStateMachine):
     for slot, layout, values, taken in slots:
       ragged = ragged_of(layout)
       restored = restore(self.stash, slot, ragged, self.implementation)
-      type(self).compared += taken > 0
+      type(self).compared += taken is not None and len(taken) > 0
       for value, actual in zip(values, restored, strict=True):
-        if taken or not sum(layout[0]):
+        if taken is not None:
           assert_same_bits(actual, without_padding(value, *layout))
         else:
           assert np.isnan(actual).all()
@@ -175,6 +230,14 @@ class MosaicMachine(StashMachine):
     super().start(104)
 
 
+class PagesMachine(XlaMachine):
+  model = PagesModel
+
+
+class MosaicPagesMachine(MosaicMachine):
+  model = PagesModel
+
+
 def run(machine, sequences, steps):
   """Runs random sequences of operations. A failing one is printed as a program, to paste here."""
   machine.compared = 0
@@ -185,11 +248,15 @@ def run(machine, sequences, steps):
 
 
 @pytest.mark.once
-def test_stash_is_its_model():
-  run(XlaMachine, 25, 20)
+@pytest.mark.parametrize("machine", [XlaMachine, PagesMachine])
+def test_stash_is_its_model(machine):
+  run(machine, 20, 20)
+
+
+LONG = [(XlaMachine, 100), (MosaicMachine, 10), (PagesMachine, 100), (MosaicPagesMachine, 10)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine, sequences", [(XlaMachine, 100), (MosaicMachine, 10)])
+@pytest.mark.parametrize("machine, sequences", LONG)
 def test_stash_is_its_model_for_long(machine, sequences):
   run(machine, sequences, 100)

@@ -30,12 +30,18 @@ struct = jax.ShapeDtypeStruct
 SIZES, START = struct((8,), jnp.int32), struct((), jnp.int32)
 
 
-def empty_stash(capacity, residuals):
-  return jax.eval_shape(functools.partial(ps.Stash.empty, capacity, residuals))
+def empty_stash(capacity, residuals, page_rows=None):
+  empty = functools.partial(ps.Stash.empty, capacity, residuals, page_rows=page_rows)
+  return jax.eval_shape(empty)
 
 
 def push(stash, values, sizes):
   return stash.push(values, ps.RaggedRows(sizes, values[0].shape[0]))
+
+
+def push_and_free(stash, values, sizes):
+  stash, slot = push(stash, values, sizes)
+  return stash.free(slot)
 
 
 def restore(stash, slot, sizes, total_rows):
@@ -67,6 +73,7 @@ def kernel_expand(stash, start, sizes, *, total_rows):
   [
     *(("v5p", "stash"), ("tpu7x", "stash"), once("v5e", "stash"), once("v6e", "stash")),
     *(once("v5p", "drop-in"), once("tpu7x", "kernels")),
+    *(once("v6e", "pages"), ("tpu7x", "pages"), once("v5e", "pages"), long("v5p", "pages")),
     *(long(chip, "drop-in") for chip in CHIPS if chip != "v5p"),
     *(long(chip, "kernels") for chip in CHIPS if chip != "tpu7x"),
   ],
@@ -75,11 +82,13 @@ def test_deepseek_size(chip, way):
   rows = struct((WORST_CASE_ROWS, WIDTH), jnp.bfloat16)
   spare = int(aot.HBM_GIB[chip] * 2**30) - num_bytes(rows) - 16 * MIB
   capacity = min(CAPACITY, spare // (WIDTH * 2) // 8192 * 8192)
-  stash = empty_stash(capacity, [struct((WIDTH,), jnp.bfloat16)])
+  stash = empty_stash(capacity, [struct((WIDTH,), jnp.bfloat16)], 512 if way == "pages" else None)
   (buffer,) = stash.buffers
-  slot = ps.Slot(stash.top, stash.top)
+  number = stash.counters.pushes
+  slot = ps.Slot(number, number, None, number)
   compact, compact_args, expand, expand_args = {
     "stash": (push, (stash, [rows], SIZES), restore, (stash, slot, SIZES)),
+    "pages": (push_and_free, (stash, [rows], SIZES), restore, (stash, slot, SIZES)),
     "drop-in": (update, (buffer, rows, START, SIZES), slice_, (buffer, START, SIZES)),
     "kernels": (
       kernel_compact,

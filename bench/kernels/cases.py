@@ -26,7 +26,7 @@ OCCUPANCIES = 0.05, 0.25, 0.5, 1.0
 # What is compared with the prefix layout: groups of 64 rows and more.
 LAYOUTS_COMPARED = (
   *(("prefix", 5), ("run", 5), ("buckets-8", 5), ("buckets-128", 0), ("buckets-128", 5)),
-  *(("ragged-8", 5), ("ragged-128", 5)),
+  *(("ragged-8", 5), ("ragged-128", 5), ("pages-512", 0)),
 )
 FEWER = 32_768, 7168
 # Rows of a worst case whose copies by XLA the compiler estimates in time.

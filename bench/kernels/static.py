@@ -32,11 +32,11 @@ import numpy as np
 from bench.kernels import alternatives
 from bench.kernels.traffic import Layout, make_layout
 from bench.tpu.aot import TOPOLOGIES
-from pallas_stash.kernels import copy_runs, pieces
+from pallas_stash.kernels import copy_runs, mosaic_tpu, pieces
 from pallas_stash.ragged import CopyRuns
 
 
-def assume(layout: Layout, kernel: str, total_rows: int):
+def assume(layout: Layout, kernel: str, total_rows: int, dtype: jnp.dtype):
   """Returns the kernel of `copy_runs` for runs that are known when it is compiled.
 
   The estimator reads scalar-prefetch references as 0, but follows what a kernel itself stores in
@@ -47,8 +47,12 @@ def assume(layout: Layout, kernel: str, total_rows: int):
   sources, destinations = ends if kernel == "compact" else ends[::-1]
   rows_of = lambda function: np.array([function(i) for i in groups], np.int32)
   runs = CopyRuns(*map(rows_of, (sources, destinations, layout.sizes)))
-  last_row = runs.destinations[-1] + runs.sizes[-1]
-  window = [0, total_rows, 0, 1] if kernel == "expand" else [runs.destinations[0], last_row, 0, 0]
+  rows = [0, total_rows]
+  if kernel == "compact":
+    rows = [runs.destinations[0], runs.destinations[-1] + runs.sizes[-1]]
+  is_filled = int(kernel == "expand")
+  middle = mosaic_tpu.middle_of_window(*rows, dtype)
+  window = copy_runs.Window(rows[0], middle, rows[1], 0, is_filled)
   scalars = [np.asarray(values) for values in (*pieces.searchable(runs), window)]
   real = copy_runs.kernel
 
@@ -73,11 +77,11 @@ def estimate(case: dict) -> int:
   rows, total_rows, dtype = case["rows"], case["total_rows"], jnp.dtype(case["dtype"])
   worst_case = struct((total_rows, case["width"]), dtype)
   # Some alternatives write the worst case behind the start row.
-  stash = struct((total_rows + 64, case["width"]), dtype)
+  stash = struct((2 * total_rows + 64, case["width"]), dtype)
   layout = make_layout(case["layout"], rows, total_rows, case["offset"])
   if case["implementation"] == "pallas_stash":
     runs = CopyRuns(*3 * [struct((layout.groups + 1,), jnp.int32)])
-    window = struct((4,), jnp.int32)
+    window = struct((len(copy_runs.Window._fields),), jnp.int32)
     if case["kernel"] == "compact":
       copy = lambda rows, stash, runs, window: copy_runs.copy_runs(rows, stash, runs, window)
       args, donated = (worst_case, stash, runs, window), 1
@@ -91,7 +95,7 @@ def estimate(case: dict) -> int:
     args, donated = (worst_case, stash, struct((), jnp.int32), row_numbers), 1
     if case["kernel"] != "compact":
       donated = 0
-  kernel = assume(layout, case["kernel"], total_rows)
+  kernel = assume(layout, case["kernel"], total_rows, dtype)
   with (
     jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     mock.patch.object(copy_runs, "kernel", kernel),

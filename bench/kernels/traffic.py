@@ -20,6 +20,7 @@ class Layout:
     first: row where the first group starts.
     uneven: rows that every other group is larger, and those between are smaller.
     start: row of the other buffer, where they are tight, that the first group starts at.
+    gap: rows between two groups there, where they are pages.
   """
 
   groups: int
@@ -28,6 +29,7 @@ class Layout:
   first: int
   uneven: int
   start: int
+  gap: int = 0
 
   @property
   def rows(self):
@@ -40,7 +42,7 @@ class Layout:
     return self.first + i * self.stride
 
   def tight_rows(self, i):
-    return self.start + i * self.size - self.uneven * (i & 1)
+    return self.start + i * (self.size + self.gap) - self.uneven * (i & 1)
 
 
 def make_layout(name: str, rows: int, total_rows: int, start: int) -> Layout:
@@ -48,10 +50,13 @@ def make_layout(name: str, rows: int, total_rows: int, start: int) -> Layout:
 
   Args:
     name: "prefix"; "run", one group in the middle; "buckets-N" and "ragged-N" for N groups, the
-      latter of different sizes and from odd rows.
+      latter of different sizes and from odd rows; "pages-N", a prefix in every other page of N
+      rows.
   """
   name, _, groups = name.partition("-")
   groups = int(groups or 1)
+  if name == "pages":
+    return Layout(rows // groups, groups, groups, 0, 0, start, gap=groups)
   size, stride = rows // groups, total_rows // groups
   gap = stride - size
   first = {"prefix": 0, "run": gap // 2 // 8 * 8 + start % 8, "buckets": 0, "ragged": gap // 2 | 1}

@@ -39,16 +39,22 @@ def check_padding(padding: str) -> None:
 
 
 def compact(
-  rows: jax.Array, stash: jax.Array, runs: CopyRuns, implementation: Implementation | None
+  rows: jax.Array,
+  stash: jax.Array,
+  runs: CopyRuns,
+  implementation: Implementation | None,
+  page_rows: int | None = None,
 ) -> jax.Array:
   """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
 
-  Stash rows outside the runs keep every bit. `stash_width >= width`; what columns from `width` on
-  hold in the rows that are written is undefined.
+  The destinations leave no gap; or, with `page_rows`, they fill whole pages of so many rows but for
+  the last of them, whose other rows are undefined then. All other rows of the stash keep every bit.
+  `stash_width >= width`; what columns from `width` on hold in the rows that are written is
+  undefined.
   """
   if 0 in stash.shape or 0 in rows.shape:
     return stash
-  return _run(dispatch.COMPACT, implementation, (rows, stash, runs))
+  return _run(dispatch.COMPACT, implementation, (rows, stash, runs), page_rows=page_rows)
 
 
 def expand(
@@ -71,8 +77,8 @@ def expand(
   return _run(dispatch.EXPAND, implementation, operands, total_rows=total_rows, width=width)
 
 
-def _run(name, implementation, operands, **shape):
+def _run(name, implementation, operands, **static):
   check_implementation(implementation, operands[0].dtype)
   # What is asked for here is asked for when the program is traced, not when it is lowered.
   options = {"interpret": INTERPRET, "checks_bounds": debugging.is_debugging()}
-  return dispatch.run(name, implementation, operands, **options, **shape)
+  return dispatch.run(name, implementation, operands, **options, **static)

@@ -45,8 +45,9 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
       TPU the last ones may lie behind what the shape says.
     destination: [destination_rows, width] to update in place, or the ShapeDtypeStruct of a new
       buffer, whose other rows are filled with the blank word or undefined. Tiles as of `source`.
-    runs: `CopyRuns`; without gaps between destinations where the destination is updated.
-    window: int32[4], the fields of `Window`.
+    runs: `CopyRuns`; where the destination is updated, without gaps between destinations within a
+      tile and those before it.
+    window: int32[5], the fields of `Window`.
     tiling: `Tiling`, or None for `choose_tiling`.
     interpret: False, or `pltpu.InterpretParams`.
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
@@ -111,11 +112,13 @@ class Window(NamedTuple):
 
   Attributes:
     first, last: the rows, [first, last). Of a new buffer that is filled, whole HBM tiles.
+    middle: the second core writes the tiles that start there or behind.
     blank_word: what the rows that no run covers are filled with.
     is_filled: whether they are, 0 or 1: of a new buffer only.
   """
 
   first: jax.Array
+  middle: jax.Array
   last: jax.Array
   blank_word: jax.Array
   is_filled: jax.Array
@@ -144,9 +147,9 @@ def kernel(
   if first_column is None:
     first_column = pl.multiple_of(window[len(Window._fields)], LANES)
   columns = pl.ds(first_column, number)
-  window = Window(*(window[i] for i in range(4)))
+  window = Window(*(window[i] for i in range(len(Window._fields))))
   runs = pieces.SearchableRuns(offsets, destinations, ends)
-  tiles = pieces.Tiles.of_core(pl.program_id(0), window.first, window.last, tiling)
+  tiles = pieces.Tiles.of_core(pl.program_id(0), *window[:3], tiling)
   *slots, noted = scratch
   slots = (x.as_rows() for x in slots)
   static |= {"columns": columns, "tiling": tiling}

@@ -25,13 +25,16 @@ from pallas_stash.varying import vary_alike
 
 COMPACT, EXPAND = "compact", "expand"
 
-_SHAPE = "total_rows", "width"
+_STATIC = {COMPACT: ("page_rows",), EXPAND: ("total_rows", "width")}
 _OPTIONS = "tiling", "interpret", "checks_bounds"
 _MOSAIC = {
-  COMPACT: jax.jit(mosaic_tpu.compact, static_argnames=_OPTIONS),
-  EXPAND: jax.jit(mosaic_tpu.expand, static_argnames=(*_SHAPE, *_OPTIONS)),
+  COMPACT: jax.jit(mosaic_tpu.compact, static_argnames=(*_STATIC[COMPACT], *_OPTIONS)),
+  EXPAND: jax.jit(mosaic_tpu.expand, static_argnames=(*_STATIC[EXPAND], *_OPTIONS)),
 }
-_XLA = {COMPACT: jax.jit(xla.compact), EXPAND: jax.jit(xla.expand, static_argnames=_SHAPE)}
+_XLA = {
+  COMPACT: jax.jit(xla.compact, static_argnames=_STATIC[COMPACT]),
+  EXPAND: jax.jit(xla.expand, static_argnames=_STATIC[EXPAND]),
+}
 
 
 def run(
@@ -41,7 +44,7 @@ def run(
   *,
   interpret: Any,
   checks_bounds: bool,
-  **shape: int,
+  **static: int | None,
 ) -> jax.Array:
   """Returns the result of compact or expand.
 
@@ -51,17 +54,17 @@ def run(
     operands: what the implementations take, in their order.
     interpret: `pltpu.InterpretParams`, for "mosaic_interpret".
     checks_bounds: whether a kernel on a TPU checks that its DMAs lie inside the buffers.
-    **shape: of the new buffer of expand, as they take it.
+    **static: the shape of the new buffer of expand, or the pages of compact, as they take it.
   """
   as_array = lambda x: x if isinstance(x, jax.Array) else jnp.asarray(x)
   operands = vary_alike(*jax.tree.map(as_array, operands))
   if implementation is None:
     leaves = jax.tree.leaves(operands)
-    return PRIMITIVES[name].bind(*leaves, checks_bounds=checks_bounds, **shape)
+    return PRIMITIVES[name].bind(*leaves, checks_bounds=checks_bounds, **static)
   if implementation == "xla":
-    one = functools.partial(_XLA[name], **shape)
+    one = functools.partial(_XLA[name], **static)
   else:
-    options = {"checks_bounds": checks_bounds} | shape
+    options = {"checks_bounds": checks_bounds} | static
     if implementation == "mosaic_interpret":
       options["interpret"] = interpret
     one = functools.partial(_run_mosaic, name, **options)
@@ -74,7 +77,8 @@ def _run_mosaic(name, *operands, **options):
   if "interpret" not in options:
     dtypes.check_is_moved_on_tpu(stash.dtype)
   # Given, and so part of what a trace is kept by.
-  tiling = choose_tiling(round_up(stash.shape[1], LANES), stash.dtype.itemsize)
+  page_rows = options.get("page_rows")
+  tiling = choose_tiling(round_up(stash.shape[1], LANES), stash.dtype.itemsize, page_rows)
   return _MOSAIC[name](*operands, tiling=tiling, **options)
 
 
@@ -91,9 +95,9 @@ def _grouped(name, leaves):
   return *leaves[:arrays], CopyRuns(*leaves[arrays : arrays + 3]), *leaves[arrays + 3 :]
 
 
-def _lower_to_xla(name, *leaves, checks_bounds, **shape):
+def _lower_to_xla(name, *leaves, checks_bounds, **static):
   del checks_bounds
-  return _XLA[name](*_grouped(name, leaves), **shape)
+  return _XLA[name](*_grouped(name, leaves), **static)
 
 
 def _lower_for_tpu(name, *leaves, **params):
@@ -105,12 +109,12 @@ def _lower_for_tpu(name, *leaves, **params):
   return _run_mosaic(name, *_grouped(name, leaves), **params)
 
 
-def _result(name, *leaves, checks_bounds, **shape):
+def _result(name, *leaves, checks_bounds, **static):
   """Returns the abstract value of the result."""
   del checks_bounds
   if name == COMPACT:
     return leaves[1].update(weak_type=False)
-  return leaves[0].update(shape=(shape["total_rows"], shape["width"]), weak_type=False)
+  return leaves[0].update(shape=(static["total_rows"], static["width"]), weak_type=False)
 
 
 @functools.cache

@@ -7,9 +7,16 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes
-from pallas_stash.kernels.copy_runs import copy_runs
+from pallas_stash.kernels.copy_runs import copy_runs, Window
 from pallas_stash.kernels.pieces import NO_ROW
-from pallas_stash.kernels.tiling import LANES, round_up, row_alignment, SUBLANES, Tiling
+from pallas_stash.kernels.tiling import (
+  choose_tiling,
+  LANES,
+  round_up,
+  row_alignment,
+  SUBLANES,
+  Tiling,
+)
 from pallas_stash.ragged import CopyRuns
 
 
@@ -18,6 +25,7 @@ def compact(
   stash: jax.Array,
   runs: CopyRuns,
   *,
+  page_rows: int | None = None,
   tiling: Tiling | None = None,
   interpret: Any = False,
   checks_bounds: bool = False,
@@ -29,6 +37,7 @@ def compact(
     stash: the destination, `stash_width >= width`. Rows outside the runs keep every bit; in rows
       inside, columns from `width` on are undefined.
     runs: the copies, whose destinations leave no gap.
+    page_rows: or they fill whole pages of so many rows but for the last; tiles divide a page then.
     tiling: static sizes; `choose_tiling` by default.
     interpret: False, or `pltpu.InterpretParams`.
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
@@ -40,7 +49,10 @@ def compact(
   is_strict = bool(interpret) or checks_bounds
   destination = _to_kernel_layout(stash, shape[1], interpret, is_strict)
   source = _to_kernel_layout(rows, shape[1], interpret, is_strict)
-  window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
+  first, last = _rows_covered(runs)
+  middle = middle_of_window(first, last, dtype) if page_rows is None else middle_of_runs(runs)
+  tiling = tiling or choose_tiling(destination.shape[1], dtype.itemsize, page_rows)
+  window = jnp.stack(Window(first, middle, last, jnp.int32(0), jnp.int32(0)))
   out = copy_runs(source, destination, runs, window, tiling, interpret, checks_bounds)
   return _from_kernel_layout(out, shape, dtype)
 
@@ -83,7 +95,8 @@ def expand(
     first_covered, last_covered = _rows_covered(runs)
     first, last = jnp.where(fill, first, first_covered), jnp.where(fill, last, last_covered)
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
-  window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
+  middle = middle_of_window(first, last, stash.dtype)
+  window = jnp.stack(Window(first, middle, last, _repeat_in_word(blank), is_filled))
   shape = _kernel_shape((total_rows, width), source.shape[1], source.dtype, is_strict)
   new = jax.ShapeDtypeStruct(shape, source.dtype)
   out = copy_runs(source, new, runs, window, tiling, interpret, checks_bounds)
@@ -96,6 +109,20 @@ def _rows_covered(runs):
   first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
   last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
   return jnp.minimum(first, last), last
+
+
+def middle_of_window(first, last, dtype):
+  """Returns the row that halves a window of rows [first, last), from its first HBM tile on."""
+  start = first & -row_alignment(dtype.itemsize)
+  return start + (last - start + 1) // 2
+
+
+def middle_of_runs(runs):
+  """Returns the destination row that halves the rows of the runs, wherever these are."""
+  before = jnp.cumsum(runs.sizes, dtype=jnp.int32) - runs.sizes
+  half = (jnp.sum(runs.sizes, dtype=jnp.int32) + 1) // 2
+  inside = jnp.clip(half - before, 0, runs.sizes)
+  return jnp.max(jnp.where(inside > 0, runs.destinations + inside, 0))
 
 
 def _to_kernel_layout(array, width, interpret, is_strict):

@@ -71,13 +71,15 @@ class Tiles(NamedTuple):
   tiling: Tiling
 
   @classmethod
-  def of_core(cls, core, window_first, window_last, tiling):
-    """Returns the tiles of a core, for a window of rows [window_first, window_last)."""
+  def of_core(cls, core, window_first, window_middle, window_last, tiling):
+    """Returns the tiles of a core, for a window of rows [window_first, window_last).
+
+    The second core has those that start at `window_middle` or behind it.
+    """
     start = align_down(window_first, tiling.row_alignment)
-    count = div(window_last - start + tiling.tile_rows - 1, tiling.tile_rows)
-    share = div(count + CORES - 1, CORES)
-    first = jnp.minimum(core * share, count)
-    last = jnp.minimum(first + share, count)
+    tiles_before = lambda row: div(row - start + tiling.tile_rows - 1, tiling.tile_rows)
+    middle, count = tiles_before(window_middle), tiles_before(window_last)
+    first, last = jnp.where(core == 0, 0, middle), jnp.where(core == 0, middle, count)
     tiles = cls(start, first, last, window_last, tiling)
     # Row 2**31 may be in the last tile of all, not behind another.
     return tiles._replace(last_row=jnp.where(last == count, window_last, tiles.row_of(last)))

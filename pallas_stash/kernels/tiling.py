@@ -59,8 +59,10 @@ def row_alignment(itemsize: int) -> int:
   return 32 if itemsize == 1 else SUBLANES
 
 
-def choose_tiling(width: int, itemsize: int) -> Tiling:
+def choose_tiling(width: int, itemsize: int, page_rows: int | None = None) -> Tiling:
   """Returns the tiling for rows of `width` elements of `itemsize` bytes; `width % 128 == 0`.
+
+  With pages of `page_rows` rows, a multiple of 32, each tile lies within one: it divides them.
 
   Tiles are as large as 22 MiB of VMEM for each core allow, up to 512 rows, so that DMAs are long
   enough to hide their latency, and few groups are divided between tiles. Their rows are a
@@ -78,5 +80,7 @@ def choose_tiling(width: int, itemsize: int) -> Tiling:
   )
   tiles = tiling.landing_slots + tiling.assembly_slots + 1
   tile_bytes = (VMEM_BYTES - tiling.vmem_bytes(itemsize)) // tiles
-  tile_rows = 1 << (tile_bytes // (columns * itemsize)).bit_length() - 1
-  return dataclasses.replace(tiling, tile_rows=min(tile_rows, 512))
+  tile_rows = min(512, 1 << (tile_bytes // (columns * itemsize)).bit_length() - 1)
+  if page_rows is not None:
+    tile_rows = min(tile_rows, page_rows & -page_rows)  # The largest power of two that divides it.
+  return dataclasses.replace(tiling, tile_rows=tile_rows)

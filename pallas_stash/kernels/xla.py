@@ -20,7 +20,9 @@ SMALL_CHUNK_ROWS = 32
 COLUMN = np.int32(0)  # An int would be int64 under `jax_enable_x64`, and no row is.
 
 
-def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
+def compact(
+  rows: jax.Array, stash: jax.Array, runs: CopyRuns, *, page_rows: int | None = None
+) -> jax.Array:
   """Copies runs of `rows` [total_rows, width] into `stash` [stash_rows, stash_width], in place.
 
   Args:
@@ -28,11 +30,13 @@ def compact(rows: jax.Array, stash: jax.Array, runs: CopyRuns) -> jax.Array:
     stash: the destination, `stash_width >= width`. Rows outside the runs keep every bit, and so do
       the columns from `width` on.
     runs: the copies.
+    page_rows: has no influence: no rows but those of the runs are written.
 
   Returns:
     The stash; in place where XLA may overwrite it (a loop carry, a donated or temporary buffer) and
     updates its dtype. On a CPU it does not update small floats: those take a pass over the stash.
   """
+  del page_rows
   moved = dtypes.bit_cast(stash, dtypes.moved_by_xla(stash.dtype))
   return dtypes.bit_cast(_copy_runs(rows, moved, runs), stash.dtype)
 

@@ -101,14 +101,14 @@ SIZES = [
   Fault(
     "the window ends a row early",
     COMPACT,
-    "(window[i] for i in range(4))",
-    "(window[i] - (i == 1) for i in range(4))",
+    "(window[i] for i in range(len(Window._fields)))",
+    "(window[i] - (i == 2) for i in range(len(Window._fields)))",
   ),
   Fault(
     "the window starts a row late",
     COMPACT,
-    "(window[i] for i in range(4))",
-    "(window[i] + (i == 0) for i in range(4))",
+    "(window[i] for i in range(len(Window._fields)))",
+    "(window[i] + (i == 0) for i in range(len(Window._fields)))",
   ),
 ]
 

@@ -111,20 +111,20 @@ CORES = [
   in_plan(
     "no core has the last tile",
     COMPACT,
-    "share = div(count + CORES - 1, CORES)",
-    "share = div(count, CORES)",
+    "div(row - start + tiling.tile_rows - 1, tiling.tile_rows)",
+    "div(row - start, tiling.tile_rows)",
   ),
   in_plan(
     "a tile is between the shares of the cores",
     EXPAND,
-    "first = jnp.minimum(core * share, count)",
-    "first = jnp.minimum(core * (share + 1), count)",
+    "jnp.where(core == 0, 0, middle)",
+    "jnp.where(core == 0, 0, jnp.minimum(middle + 1, count))",
   ),
   in_plan(
     "both cores write a tile",
     COMPACT,
-    "last = jnp.minimum(first + share, count)",
-    "last = jnp.minimum(first + share + 1, count)",
+    "jnp.where(core == 0, middle, count)",
+    "jnp.where(core == 0, jnp.minimum(middle + 1, count), count)",
     interpret=TWO_CORES,
   ),
 ]

@@ -69,7 +69,9 @@ def residuals_of(config, devices, residuals):
   )
 
 
-def loss_function(config, devices, structure, check_vma=True, capacity=None, seals=1, **options):
+def loss_function(
+  config, devices, structure, check_vma=True, capacity=None, seals=1, page_rows=None, **options
+):
   """Returns `loss(params, tokens, room) -> (loss, (stats, group_sizes))` of the model.
 
   With an int32 for `room` all rows of the stash but so many are taken before the first layer. A
@@ -83,6 +85,7 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
     check_vma: of the shard_map.
     capacity: rows of the stash on each device; None saves the residuals instead.
     seals: how often the stash is sealed.
+    page_rows: of the stash.
     **options: of `pallas_stash.checkpoint`.
   """
   mesh = Mesh(np.array(jax.devices()[:devices]), ("expert",))
@@ -99,7 +102,7 @@ def loss_function(config, devices, structure, check_vma=True, capacity=None, sea
   run = functools.partial(model.loss, config=config, ffn=ffn, policy=SAVE(*names), finish=finish)
 
   def empty_stash(room, num_shards=1):
-    stash = ps.Stash.empty(capacity, residuals, num_shards)
+    stash = ps.Stash.empty(capacity, residuals, num_shards, page_rows=page_rows)
     if room is not None:
       stash = with_rows_taken(stash, capacity - room)
     return stash

@@ -32,8 +32,8 @@ UNDETECTED = [
   in_plan(
     "both cores write a tile, one after the other",
     COMPACT,
-    "last = jnp.minimum(first + share, count)",
-    "last = jnp.minimum(first + share + 1, count)",
+    "jnp.where(core == 0, middle, count)",
+    "jnp.where(core == 0, jnp.minimum(middle + 1, count), count)",
     reason="both write the same rows: a race where there are two cores, and lost time with one",
   ),
   in_words(
