@@ -1,6 +1,6 @@
 """Activation memory of dropless mixture-of-experts training: keep the rows that are there."""
 
-from pallas_stash import permute, sizing
+from pallas_stash import permute, pipeline, sizing
 from pallas_stash.allocators import Slot
 from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.checks.debugging import debug
@@ -8,6 +8,7 @@ from pallas_stash.checks.padding_check import check_padding, PaddingReport
 from pallas_stash.gmm import gmm
 from pallas_stash.grouped_mlp import grouped_mlp
 from pallas_stash.handover import seal, SLOT_NAME
+from pallas_stash.passes import PassExplanation, Saved, split_passes
 from pallas_stash.policies import mark_rows, policy_by_name, save_in_stash
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
@@ -29,14 +30,18 @@ __all__ = [
   "grouped_mlp",
   "mark_rows",
   "PaddingReport",
+  "PassExplanation",
   "permute",
+  "pipeline",
   "policy_by_name",
   "RaggedRows",
   "save_in_stash",
+  "Saved",
   "seal",
   "sizing",
   "Slot",
   "SLOT_NAME",
+  "split_passes",
   "Stash",
   "StashedFunction",
   "StashStats",

@@ -127,15 +127,27 @@ class Residuals:
     forward: the forward pass.
     total_rows: of each mark.
     different: each `Residual` once, though several leaves of the function of cotangents may be it.
+    variables: of the jaxpr, that of each.
     pushes: for each mark that residuals have, which of those that are stashed have it.
   """
 
   def __init__(
-    self, forward: Forward, total_rows: Sequence[int], mark_of: MarkOf, labels: Sequence[str]
+    self,
+    forward: Forward,
+    total_rows: Sequence[int],
+    mark_of: MarkOf,
+    labels: Sequence[str],
+    num_transient: int = 0,
   ):
-    """Finds them; `labels` has a name of each leaf of the arguments."""
+    """Finds them.
+
+    Args:
+      forward, total_rows, mark_of: as above.
+      labels: a name of each leaf of the arguments.
+      num_transient: how many of them, the first, the backward pass is not given: they are kept.
+    """
     self.forward, self.total_rows = forward, total_rows
-    self.different, self._variables, self.pushes = [], [], {}
+    self.different, self.variables, self.pushes = [], [], {}
     self._sources = []  # Of each leaf of the function of cotangents: a kind, and which of it.
     self._literals = []
     jaxpr = forward.jaxpr
@@ -145,7 +157,7 @@ class Residuals:
       origin = _origin_of(variable, made_by)
       operation = origin.operation or "constant"
       is_offloaded = variable.aval.memory_space != jax.memory.Space.Device
-      if origin.variable in jaxpr.invars and not is_offloaded:
+      if origin.variable in jaxpr.invars[num_transient:] and not is_offloaded:
         source = "argument", jaxpr.invars.index(origin.variable)
         operation = labels[source[1]]
         reason = "is named, but an argument" if origin.name else "is an argument"
@@ -164,7 +176,7 @@ class Residuals:
           self.pushes.setdefault(mark, []).append(source[1])
       description = tuple(variable.aval.shape), variable.aval.dtype, source[0], reason
       self.different.append(Residual(origin.name, operation, origin.line, *description))
-      self._variables.append(variable)
+      self.variables.append(variable)
       return source
 
     for leaf in jaxpr.outvars[forward.result.num_leaves :]:
@@ -197,7 +209,7 @@ class Residuals:
 
   def row_specs(self, indices: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
     """Returns the shape and dtype of one row of some of those that are stashed."""
-    pairs = zip(self.different, self._variables, strict=True)
+    pairs = zip(self.different, self.variables, strict=True)
     avals = [variable.aval for residual, variable in pairs if residual.kind == "stashed"]
     of_row = lambda a: jax.ShapeDtypeStruct(
       a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type

@@ -12,8 +12,9 @@ COLUMNS = 100
 HEAD = """\
 # API
 
-What `import pallas_stash as ps` gives, `ps.permute` and `ps.sizing` too, by their docstrings. This
-page is made by `python -m tests.helpers.api_page`; a test fails when it is not what that makes.
+What `import pallas_stash as ps` gives, `ps.permute`, `ps.pipeline` and `ps.sizing` too, by their
+docstrings. This page is made by `python -m tests.helpers.api_page`; a test fails when it is not
+what that makes.
 """
 
 
