@@ -2,8 +2,10 @@
 # `make suite` is the tests without lint and bench-check, SHARE=newest or default a part of them.
 # `make test-long` is all tests, those that take minutes too, compiled as users compile; SEED is that
 # of the sampled ones, another one every time unless it is given.
-# `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which.
+# `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which,
+# FLAGS=--pipeline=1F1B makes it stages of a pipeline.
 # `make plan` is arithmetic: which residuals to keep where, for a model, a mesh and their memory.
+# `make pipeline` trains the demo's model through pipeline schedules, beside the unpipelined program.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
 # `make parity` trains a small model in five ways of spreading its experts, with the stash and without.
 # `make bench` and `make traffic` need the one jax and libtpu whose estimator follows manual DMAs, in .venv-bench.
@@ -32,7 +34,7 @@ MAXTEXT_NEEDS = "jax[tpu]==0.12.0.1" flax==0.12.12 absl-py aqtp drjax etils grai
 # What is imported is compiled then.
 INSTALL = install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: chip demo fit plan parity bench bench-check traffic maxtext test suite test-long lint \
+.PHONY: chip demo fit plan parity pipeline bench bench-check traffic maxtext test suite test-long lint \
   dependencies ready clean
 
 demo: $(VENV)/ready
@@ -54,6 +56,9 @@ test-long: $(VENV)/ready
 
 parity: $(VENV)/ready
 	$(RUN) -m bench.parity
+
+pipeline: $(VENV)/ready
+	$(RUN) -m bench.pipeline $(FLAGS)
 
 chip: $(VENV)/ready
 	$(RUN) -m bench.chip $(FLAGS)

@@ -146,11 +146,18 @@ class Bump:
     return dataclasses.replace(self, top=top, wanted_rows=wanted_rows)
 
   def compact_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
-    """Returns the runs that copy ragged rows to where a push has them, int32[] `Slot.start`."""
+    """Returns the runs that copy ragged rows to where their push is to have them.
+
+    Of the allocator before the rows were taken.
+
+    Args:
+      ragged: of the push.
+      start: int32[], its `Slot.start`.
+    """
     return ragged.compact_runs(start, self.capacity)
 
   def expand_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
-    """Returns the runs that copy them back. Also of a cotangent."""
+    """Returns the runs that copy them back, of the allocator that has them; or of a cotangent."""
     return ragged.expand_runs(start, self.capacity)
 
 
@@ -243,15 +250,13 @@ class Pages:
     return jax.tree.map(jnp.zeros_like, self)
 
   def compact_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
-    """Returns the runs that copy ragged rows to where a push has them, int32[] `Slot.start`."""
-    most = max(1, min(-(-ragged.total_rows // self.page_rows), self.holder.shape[0]))
-    # Laid end to end first, and then each page of them to where that is.
-    runs = ragged.compact_runs(jnp.int32(0), most * self.page_rows)
-    return _split_at_pages(runs, self._pages_held(start, most), self.page_rows)
+    """Returns the runs that copy ragged rows to where their push is to have them, as of `Bump`."""
+    del start
+    return self._runs_to(ragged, self.holder == 0)  # Ranked as `take` does: once.
 
   def expand_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
-    """Returns the runs that copy them back."""
-    sources, destinations, sizes = self.compact_runs(ragged, start)
+    """Returns the runs that copy them back, of the allocator that has them."""
+    sources, destinations, sizes = self._runs_to(ragged, self._is_held(start))
     runs = CopyRuns(destinations, sources, sizes)
     if ragged.group_starts is None:
       return runs
@@ -264,12 +269,16 @@ class Pages:
   def _is_held(self, start):
     return (self.holder == _holder_of(start)) & (start >= 0)
 
-  def _pages_held(self, start, most):
-    """Returns int32[most], the pages that a push holds, in order; then numbers behind all pages."""
-    rank = jnp.cumsum(self._is_held(start), dtype=jnp.int32)
+  def _runs_to(self, ragged, is_page):
+    """Returns the runs that copy ragged rows to the first of some pages, bool[pages]."""
+    most = max(1, min(-(-ragged.total_rows // self.page_rows), self.holder.shape[0]))
+    rank = jnp.cumsum(is_page, dtype=jnp.int32)
     # Compared with each other in one pass: a TPU gathers, and scatters, one by one.
     is_before = rank < jnp.arange(1, most + 1, dtype=jnp.int32)[:, None]
-    return jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    pages = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    # Laid end to end first, and then each page of them to where that is.
+    runs = ragged.compact_runs(jnp.int32(0), most * self.page_rows)
+    return _split_at_pages(runs, pages, self.page_rows)
 
 
 def _holder_of(number):
@@ -281,7 +290,7 @@ def _split_at_pages(runs, pages, page_rows):
 
   Args:
     runs: `CopyRuns` whose destinations start at row 0 and leave no gap.
-    pages: int32[most pages], those where row 0, row `page_rows` and so on are, ascending.
+    pages: int32[most pages], where row 0, row `page_rows` and so on are to be, ascending.
     page_rows: static.
   """
   rows = jnp.sum(runs.sizes, dtype=jnp.int32)

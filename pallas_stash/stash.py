@@ -275,8 +275,9 @@ def _push(stash, values, ragged, axis_name, implementation):
     values = lax.optimization_barrier(values)
     checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
 
+  before = stash.allocator
   stash, slot = take_rows(stash, ragged, axis_name, checksum)
-  runs = stash.allocator.compact_runs(ragged, slot.start[0])
+  runs = before.compact_runs(ragged, slot.start[0])
   runs = runs._replace(sizes=jnp.where(slot.is_stored()[0], runs.sizes, 0))
   buffers = storage.store(stash.buffers, values, order, runs, implementation, stash.page_rows)
   return dataclasses.replace(stash, buffers=buffers), slot

@@ -101,6 +101,11 @@ def pages_of(allocator, slot):
   return np.flatnonzero(np.asarray(allocator.holder) == int(slot.start[0]) + 1).tolist()
 
 
+def rows_of(allocator, slot):
+  pages = np.array(pages_of(allocator, slot), int)
+  return (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+
+
 def test_pushes_take_the_first_free_pages_and_leave_what_is_there():
   """Of 3, 17, 8 and 23 rows at pages of 8, as of 12, 68, 32 and 92 at pages of 32."""
   allocator, slots = Pages.empty(8 * PAGE, TILE, 1, PAGE), []
@@ -190,18 +195,18 @@ def test_runs_are_split_at_pages(seed):
       starts = np.cumsum(sizes[order]) - sizes[order]
       order = np.arange(4)
       sizes = np.asarray(ragged.group_sizes)
+    before = allocator
     allocator, slot, _ = push(allocator, jnp.int32(sizes.sum()), jnp.int32(number))
     rows = np.concatenate([starts[g] + np.arange(sizes[g]) for g in order])
     if slot.is_stored()[0]:
       slots.append((slot, ragged, rows))
-    for slot, ragged, rows in slots:
-      places = (np.array(pages_of(allocator, slot))[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
       expected = np.full(capacity, -1)
-      expected[places[: len(rows)]] = rows
-      to_stash = allocator.compact_runs(ragged, slot.start[0])
+      expected[rows_of(allocator, slot)[: len(rows)]] = rows
+      to_stash = before.compact_runs(ragged, slot.start[0])
       np.testing.assert_array_equal(copied(to_stash, total, capacity), expected)
+    for slot, ragged, rows in slots:
       back = np.full(total, -1)
-      back[rows] = places[: len(rows)]
+      back[rows] = rows_of(allocator, slot)[: len(rows)]
       from_stash = allocator.expand_runs(ragged, slot.start[0])
       np.testing.assert_array_equal(copied(from_stash, capacity, total), back)
   assert slots

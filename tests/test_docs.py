@@ -64,6 +64,7 @@ def test_three_lines_of_the_example_are_for_the_stash():
     "choosing-residuals.md",
     once("debugging.md"),
     once("kernels.md"),
+    once("pipelines.md"),
     "quickstart.md",
     pytest.param("shard_map.md", marks=(needs_devices(4), pytest.mark.once)),
   ],

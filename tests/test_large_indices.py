@@ -77,18 +77,19 @@ def test_rows_near_the_end(dtype, elements, implementation, gib):
 
 
 @pytest.mark.parametrize(
-  "dtype, elements, gib",
+  "dtype, elements, gib, page_rows",
   [
-    long("bfloat16", INT32 // 2, 3),
-    long("float32", INT32, 10),
+    long("bfloat16", INT32 // 2, 3, None),
+    long("bfloat16", INT32 // 2, 3, 32),
+    long("float32", INT32, 10, None),
   ],
 )
-def test_a_stash_filled_to_its_end(dtype, elements, gib):
+def test_a_stash_filled_to_its_end(dtype, elements, gib, page_rows):
   """What is pushed behind element or byte 2^31 comes back, and what does not fit is counted."""
   needs(gib)
   spec = struct((WIDTH,), jnp.dtype(dtype))
   capacity = elements // WIDTH + ROWS
-  stash = ps.Stash.empty(capacity, [spec])
+  stash = ps.Stash.empty(capacity, [spec], page_rows=page_rows)
   stash = with_rows_taken(stash, capacity - 64)  # As behind pushes that filled the rest.
   ragged = ps.RaggedRows(SIZES, ROWS, STARTS)
   push = jax.jit(lambda stash, *args: stash.push(*args), donate_argnums=0)
@@ -97,7 +98,11 @@ def test_a_stash_filled_to_its_end(dtype, elements, gib):
   (restored,) = jax.jit(lambda stash, *args: stash.restore(*args))(stash, slot, ragged)
   is_row = ragged_rows.expand(np.ones((ROWS, 1)), 0, ROWS, SIZES, STARTS) == 1
   assert_same_bits(restored, np.where(is_row, rows, 0).astype(spec.dtype))
-  assert int(slot.start[0]) == capacity - 64 > elements // WIDTH
+  if page_rows is None:
+    assert int(slot.start[0]) == capacity - 64 > elements // WIDTH
+  else:
+    held = np.flatnonzero(stash.allocator.holder == slot.start + 1)
+    assert held.tolist() == [capacity // page_rows - 2, capacity // page_rows - 1]
   stash, slot = push(stash, [rows], ragged)
   assert not slot.is_stored() and int(stash.stats().overflowed_pushes[0]) == 1
 

@@ -54,6 +54,9 @@ def test_restore_with_other_groups_is_nan():
     (lambda: ps.Stash.empty(1.5, SPECS), "capacity_rows=1.5 must be a static int"),
     (lambda: ps.Stash.empty(8, SPECS, 0), "num_shards=0 must be at least 1"),
     (lambda: ps.Stash.empty(8, []), "residuals is empty"),
+    (lambda: ps.Stash.empty(8, SPECS, page_rows=8), "page_rows=8 must be at least 32"),
+    (lambda: ps.Stash.empty(8, SPECS, page_rows=48), "page_rows=48 must be a multiple of 32"),
+    (lambda: ps.Stash.empty(8, SPECS, page_rows=32.0), "page_rows=32.0 must be a static int"),
     (lambda: ps.Stash.empty(8, [jax.ShapeDtypeStruct((8,), jnp.int32)]), "floating-point dtype"),
   ],
 )

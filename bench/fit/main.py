@@ -13,6 +13,8 @@ keeping residuals,
 and for each choice of residuals. Where "mlpwo" is not among them, the model multiplies the routing
 weights in before the down projection, so that nothing needs it; where it is, behind. What does not
 fit is compiled once more at a depth where it does.
+With --pipeline, the layers are stages of a pipeline instead (`pipeline_step.py`): `save` keeps the
+residuals of the passes in flight at worst-case size, `stash` in pages.
 Prints a table, and writes fit.json, fit.png (peak HBM) and fit_imbalance.png (how much room a stash
 needs where routing is imbalanced). Every figure is the compiler's. No TPU is needed. Fails if a
 promise of the README is broken. Run it from the repository root: `python -m bench.fit`.
@@ -28,7 +30,7 @@ import time
 
 from absl import flags
 
-from bench.fit import gradient_step, imbalance, plot
+from bench.fit import gradient_step, imbalance, pipeline_step, plot
 from bench.fit.model_sizes import ModelSize, PRESETS
 from bench.tpu import aot
 from bench.tpu.environment import ENVIRONMENT
@@ -46,6 +48,11 @@ RESIDUALS = flags.DEFINE_multi_string(
 IMBALANCE = flags.DEFINE_float(
   "imbalance", 1.0, "Rows of the busiest device to the mean: what the stash has room for.", 1.0
 )
+PIPELINE = flags.DEFINE_enum(
+  "pipeline", None, pipeline_step.SCHEDULES, "A schedule: compile the stages of a pipeline instead."
+)
+RANKS = flags.DEFINE_integer("ranks", 16, "Of the pipeline.", 1)
+MICROBATCHES = flags.DEFINE_integer("microbatches", 32, "Of a step of the pipeline.", 1)
 OUTPUT = flags.DEFINE_string("output", "build", "The folder to write to.")
 SIZES = {
   field.name: flags.DEFINE_integer(field.name, None, f"Instead of the model's {field.name}.", 1)
@@ -81,6 +88,8 @@ def main(args):
   del args
   changed = {name: flag.value for name, flag in SIZES.items() if flag.value is not None}
   size = dataclasses.replace(PRESETS[MODEL.value], **changed)
+  if PIPELINE.value:
+    sys.exit(fit_pipeline(size))
   rows = measure(size)
 
   output = pathlib.Path(OUTPUT.value)
@@ -175,19 +184,50 @@ def compile_row(step):
     residuals=residuals,
     way=step.way,
   )
-  name = f"{step.way} {residuals}, {step.size.layers} layers"
+  return row | compile_apart("gradient_step", step, f"{residuals}, {step.size.layers} layers")
+
+
+def compile_apart(module, step, name):
+  """Returns what a module of `bench.fit` says of a step; nothing if the compiler aborts."""
+  name = f"{step.way} {name}"
   log(f"compiling {name}")
-  command = [sys.executable, "-m", "bench.fit.gradient_step", json.dumps(dataclasses.asdict(step))]
+  command = [sys.executable, "-m", f"bench.fit.{module}", json.dumps(dataclasses.asdict(step))]
   environment = os.environ | ENVIRONMENT
   process = subprocess.run(command, capture_output=True, text=True, env=environment)
   if process.returncode:  # libtpu may abort: that costs this row, not the table
     log(f"{name}: the compiler FAILED with {process.returncode}\n{process.stderr[-2000:]}")
-    return row
-  row |= json.loads(process.stdout.splitlines()[-1])
+    return {}
+  row = json.loads(process.stdout.splitlines()[-1])
   needed = gigabytes(row["needed_bytes"])
   verdict = f"fits, peak {gigabytes(row['peak_bytes'])} GB" if row["fits"] else f"needs {needed} GB"
   log(f"{name}: {verdict}")
   return row
+
+
+def fit_pipeline(size):
+  """Compiles a pipeline with residuals kept in both ways; returns 0, or what is wrong."""
+  rows = {}
+  lines = [("way", "fits", "peak GB", "needs GB", "GB of rows", "copies of the stash")]
+  for way in pipeline_step.WAYS:
+    counts = RANKS.value, MICROBATCHES.value
+    step = pipeline_step.PipelineStep(
+      size, TOPOLOGY.value, PIPELINE.value, *counts, way, IMBALANCE.value
+    )
+    rows[way] = row = {"fits": None} | compile_apart("pipeline_step", step, PIPELINE.value)
+    peak, needed = (gigabytes(row.get(key)) for key in ("peak_bytes", "needed_bytes"))
+    kept = step.stash_bytes if way == "stash" else step.worst_case_bytes
+    fits = {True: "yes", False: "NO", None: "?"}[row["fits"]]
+    lines.append((way, fits, peak, needed, gigabytes(kept), str(row.get("stash_copies", "-"))))
+  print(
+    f"{MODEL.value}, {size.layers} MoE layers in {RANKS.value} ranks by {PIPELINE.value},"
+    f" {MICROBATCHES.value} microbatches, on {TOPOLOGY.value}: {step.stage_layers} layers of the"
+    f" largest stage, {step.capacity_rows:,} rows in pages of {step.page_rows}."
+  )
+  print_lines(lines, words=2)
+  needs = {way: row.get("peak_bytes") or row.get("needed_bytes") or 0 for way, row in rows.items()}
+  if not rows["stash"]["fits"] or rows["stash"]["stash_copies"]:
+    return "FAILED: the stash does not fit, or is copied."
+  return 0 if needs["stash"] < needs["save"] else "FAILED: the stash takes no less than saving."
 
 
 def gigabytes(number):

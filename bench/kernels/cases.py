@@ -138,5 +138,16 @@ def grouped_cases():
           yield case | sizes | {"kernel": kernel}
 
 
+# Of DeepSeek-V3: rows of a push at worst case, and of a stash of 58 layers.
+TOTAL_ROWS, CAPACITY = 262_144, 58 * 65_536
+PAGE_ROWS = 512
+
+
+def page_cases(chip):
+  """Pairs without pages and with: what is beside the kernels of a push, a restore and a free."""
+  for kernel in "push", "restore", "free":
+    yield [{"chip": chip, "kernel": kernel, "page_rows": rows} for rows in (None, PAGE_ROWS)]
+
+
 def itemsize(case):
   return jnp.dtype(case["dtype"]).itemsize

@@ -11,7 +11,9 @@ estimates the few cases of baseline.json instead and fails if one worsened by mo
 above its floor. With `--sweep` it compares layouts, dtypes and widths with the prefix layout, and
 fails above 1.3. With `--grouped` it compares the grouped matmuls that write and read the stash in
 place, and the kernels of an expert MLP, with megablox's and with copies beside those, and fails
-above 1.02, or what `report.MOST_OF_MEGABLOX` says.
+above 1.02, or what `report.MOST_OF_MEGABLOX` says. With `--pages` it compares rows in pages of 512
+with those of a stash without, and fails where a kernel takes more than 1.01 of its cycles, or the
+table more than 3% of the floor of a push of gate and up of DeepSeek-V3.
 """
 # ruff: noqa: E402  The environment must be set before jax is imported.
 
@@ -39,6 +41,7 @@ OUTPUT = flags.DEFINE_string("output", "build", "The folder for kernels.json and
 FULL = flags.DEFINE_bool("full", False, "Every case of the matrix, which takes hours.")
 SWEEP = flags.DEFINE_bool("sweep", False, "Every layout against the prefix layout: 13 minutes.")
 GROUPED = flags.DEFINE_bool("grouped", False, "Grouped matmuls beside megablox's: 25 minutes.")
+PAGES = flags.DEFINE_bool("pages", False, "Rows in pages beside rows that are contiguous.")
 CHECK = flags.DEFINE_bool("check", False, "Compare with the stored baseline.")
 UPDATE = flags.DEFINE_bool("update_baseline", False, "Store the baseline.")
 ESTIMATE = flags.DEFINE_bool("estimate", True, "Compile for TPUs that need not be here.")
@@ -110,6 +113,38 @@ def compare_grouped():
   return failures
 
 
+def compare_pages():
+  """Prints what pages cost, in the kernels and beside them; returns what costs too much."""
+  failures = []
+  print("Cycles of kernels, a prefix and in every other page of 512 rows:", flush=True)
+  for chip in cases.BANDWIDTH:
+    for kernel in cases.KERNELS:
+      layouts = "prefix", f"pages-{cases.PAGE_ROWS}"
+      pair = [cases.make_case(chip, kernel, layout, shape=cases.FEWER) for layout in layouts]
+      without, paged = (estimate_case(case)["estimated_cycles"] for case in pair)
+      print(f"{chip:6} {kernel:16} {without:9,} {paged:9,} {paged / without:.4f}", flush=True)
+      if paged > report.MOST_OF_CONTIGUOUS * without:
+        failures.append(f"{chip} {kernel}: {paged:,} cycles in pages, {without:,} without")
+  print(
+    "Cycles beside the kernels, without pages and with, and of the floor of a push:", flush=True
+  )
+  push_bytes = 2 * cases.TOTAL_ROWS // 4 * 2 * 2048 * 2  # In and out, gate and up.
+  for chip in cases.BANDWIDTH:
+    floor = cases.floor_cycles(chip, push_bytes)
+    for pair in cases.page_cases(chip):
+      found = [cycles_of(case, "pages_static") for case in pair]
+      if problems := [problem for _, problem in found if problem]:
+        failures += problems
+        continue
+      (without, _), (paged, _) = found
+      share = (paged - without) / floor
+      kernel = pair[0]["kernel"]
+      print(f"{chip:6} {kernel:16} {without:9,} {paged:9,} {share:.2%}", flush=True)
+      if share > report.MOST_OF_A_PUSH:
+        failures.append(f"{chip} {kernel}: the table takes {share:.2%} of a push")
+  return failures
+
+
 def measurements():
   """Prints and returns the rows of what runs here."""
   print(wall.describe_device(), wall.HEADER, sep="\n", flush=True)
@@ -129,6 +164,8 @@ def main(args):
   if CHECK.value:
     rows = estimates(cases.check_cases())
     sys.exit("\n".join(report.failures(rows, json.loads(BASELINE.read_text()))) or 0)
+  if PAGES.value:
+    sys.exit("\n".join(compare_pages()) or 0)
   if GROUPED.value:
     sys.exit("\n".join(compare_grouped()) or 0)
   if SWEEP.value:

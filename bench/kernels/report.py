@@ -20,6 +20,8 @@ MOST_OF_MEGABLOX = {
   "gate_up_backward": 1.25,
   "gate_up_backward_weights": 1.35,
 }
+# Of rows in pages to contiguous ones, and of what looks up pages to the floor of a push.
+MOST_OF_CONTIGUOUS, MOST_OF_A_PUSH = 1.01, 0.03
 # Of any layout to the prefix layout, of max(estimate, floor), where bandwidth is the limit.
 MOST_OF_PREFIX = 1.3
 

@@ -107,13 +107,18 @@ def estimate(case: dict) -> int:
   return estimated_cycles()
 
 
-def estimated_cycles(prefixes: tuple[str, ...] = ("",)) -> int:
+def estimated_cycles(prefixes: tuple[str, ...] = ("",), without: str | None = None) -> int:
   """Returns the cycles of what was compiled, of instructions whose names start so.
+
+  Args:
+    prefixes: of names.
+    without: no instruction that has this in its name.
 
   Raises:
     RuntimeError: if there is no estimate.
   """
   paths = [path for path in pathlib.Path(PROFILES).iterdir() if path.name.startswith(prefixes)]
+  paths = [path for path in paths if without is None or without not in path.name]
   texts = [path.read_text(errors="replace") for path in paths]
   cycles = [int(c) for text in texts for c in re.findall(r"estimated_cycles: (\d+)", text)[:1]]
   if not cycles:

@@ -119,7 +119,9 @@ def middle_of_window(first, last, dtype):
 
 def middle_of_runs(runs):
   """Returns the destination row that halves the rows of the runs, wherever these are."""
-  before = jnp.cumsum(runs.sizes, dtype=jnp.int32) - runs.sizes
+  # Compared with each other in one pass: a cumulative sum is several.
+  is_before = runs.destinations < runs.destinations[:, None]
+  before = jnp.sum(jnp.where(is_before, runs.sizes, 0), axis=1, dtype=jnp.int32)
   half = (jnp.sum(runs.sizes, dtype=jnp.int32) + 1) // 2
   inside = jnp.clip(half - before, 0, runs.sizes)
   return jnp.max(jnp.where(inside > 0, runs.destinations + inside, 0))

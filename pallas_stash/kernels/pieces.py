@@ -79,7 +79,7 @@ class Tiles(NamedTuple):
     start = align_down(window_first, tiling.row_alignment)
     tiles_before = lambda row: div(row - start + tiling.tile_rows - 1, tiling.tile_rows)
     middle, count = tiles_before(window_middle), tiles_before(window_last)
-    first, last = jnp.where(core == 0, 0, middle), jnp.where(core == 0, middle, count)
+    first, last = core * middle, middle + core * (count - middle)
     tiles = cls(start, first, last, window_last, tiling)
     # Row 2**31 may be in the last tile of all, not behind another.
     return tiles._replace(last_row=jnp.where(last == count, window_last, tiles.row_of(last)))

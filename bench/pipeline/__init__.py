@@ -1,0 +1,1 @@
+"""`make pipeline`: the demo's model through pipeline schedules, its residuals in pages."""
