@@ -234,6 +234,7 @@ def run(output, *arguments):
   return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_page_shows_what_it_prints(tmp_path):
   page = (ROOT / "docs" / "deepseek-v3.md").read_text()
   process = run(tmp_path, "--only_best")

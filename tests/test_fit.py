@@ -7,7 +7,7 @@ from absl.testing import flagsaver
 import numpy as np
 import pytest
 
-from bench.fit import gradient_step, imbalance, plot
+from bench.fit import gradient_step, imbalance, pipeline_step, plot
 from bench.fit import main as fit
 from bench.fit.model_sizes import ModelSize, PRESETS
 from bench.tpu import aot
@@ -250,3 +250,40 @@ def test_each_place_of_the_weights_has_its_remat(parsed_flags, monkeypatch):
     *((fit.BEHIND, residuals) for residuals in CHOICES[1:]),
   ]
   plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
+
+
+def pipeline_of(size, way, topology="v5p:8x8x4", ranks=16, microbatches=32):
+  return pipeline_step.PipelineStep(size, topology, "1F1B", ranks, microbatches, way)
+
+
+def test_the_stages_of_deepseek_v3():
+  step = pipeline_of(DEEPSEEK_V3, "stash")
+  # 58 layers in 16 stages; the first rank has 16 passes in flight, of 65,536 rows a layer.
+  assert (step.stage_layers, step.page_rows) == (4, 512)
+  assert step.capacity_rows == 16 * 4 * 65_536
+  assert step.stash_bytes == step.capacity_rows * 2 * 2048 * 2
+  assert step.worst_case_bytes == 4 * step.stash_bytes
+
+
+@pytest.mark.long
+def test_a_pipeline_keeps_the_rows_and_no_more():
+  size = ModelSize(
+    layers=4, width=512, hidden=1024, num_experts=8, top_k=2, batch=1, seq=4096, expert_axis=2
+  )
+  options = {"topology": "v5p:2x2x2", "ranks": 2, "microbatches": 4}
+  save, stash = (
+    pipeline_step.compile_step(pipeline_of(size, way, **options)) for way in pipeline_step.WAYS
+  )
+  assert save["fits"] and stash["fits"] and stash["stash_copies"] == 0
+  step = pipeline_of(size, "stash", **options)
+  spared = save["peak_bytes"] - stash["peak_bytes"]
+  # Two passes are in flight; beside the stash one layer is restored at worst-case size.
+  layer = step.worst_case_bytes // (2 * step.stage_layers)
+  assert spared > step.worst_case_bytes - step.stash_bytes - 2 * layer
+
+
+@pytest.mark.long
+def test_deepseek_v3_in_a_pipeline():
+  assert not pipeline_step.compile_step(pipeline_of(DEEPSEEK_V3, "save"))["fits"]
+  stash = pipeline_step.compile_step(pipeline_of(DEEPSEEK_V3, "stash"))
+  assert stash["fits"] and stash["stash_copies"] == 0

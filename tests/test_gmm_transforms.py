@@ -57,7 +57,7 @@ def test_a_replay_of_the_layer_multiplies_again_without_the_stash():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("is_changed", [long(False), True])
+@pytest.mark.parametrize("is_changed", [long(False), long(True)])
 def test_debug_sums_up_the_rows(is_changed):
   """A bit that changes before the backward pass makes its gradient NaN, in debug or not itself."""
   (lhs, rhs, d_out), live = operands(), rows_in_groups()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import moe_training
-from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices
+from tests.helpers.checks import assert_trees_equal, is_any_nan, long, needs_devices, once
 from tests.helpers.moe_training import CONFIG
 
 AMPLE = 320 * 32
@@ -104,7 +104,7 @@ def test_gradients_in_both_structures(devices, structure, check_vma):
 
 
 @needs_devices(2)
-@pytest.mark.parametrize("structure", ["inside", "outside"])
+@pytest.mark.parametrize("structure", [long("inside"), once("outside")])
 def test_gradients_with_pages(structure):
   for capacity in exact, one_page_short, 0:
     check(capacity, 2, structure, page_rows=32)
@@ -118,7 +118,7 @@ def test_gradients_at_any_capacity(capacity):
   check(capacity, 4, "inside", is_static=True, check_vma=False, is_optimized=True)
 
 
-@pytest.mark.once
+@pytest.mark.long
 @needs_devices(4)
 def test_gradients_of_a_bfloat16_model():
   """Bit for bit, once XLA rounds to bfloat16 wherever the program says so."""

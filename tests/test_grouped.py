@@ -108,7 +108,7 @@ FILLS_IT = {"start": 0, "rows_behind": 0}
     once(RAGGED, {"dtype": "bfloat16"} | AT_THE_END),
     long([3, 1, 0, 2], AT_THE_END),  # Fewer than a tile: it reaches out of the stash.
     once([50, 5, 71, 30], {"offset": 1, "groups_here": 2} | FILLS_IT),  # At both of its ends.
-    once(RAGGED, {"k": 192, "transpose_rhs": True}),
+    long(RAGGED, {"k": 192, "transpose_rhs": True}),
     long(RAGGED, {"is_stored": False}),
     *(long(sizes, {}) for sizes in ([64, 64], [0, 0, 0], [3, 1, 0, 2], [0, 17, 0, 128, 0])),
     *(long(sizes, AT_THE_END) for sizes in (RAGGED, [0, 0, 0], [100, 156])),

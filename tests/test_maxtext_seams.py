@@ -66,7 +66,7 @@ def all_in(place, config, **changes):
 @pytest.mark.parametrize(
   "config, capacity",
   [
-    (Config(use_ragged_sort=True), 0.6),
+    long(Config(use_ragged_sort=True), 0.6),
     long(Config(use_ragged_sort=True, buffer=24), 2.0),
     long(Config(chunks=2), 0.6),
   ],

@@ -1,6 +1,7 @@
 """Passes of several microbatches in one program, in any order, against `jax.vjp` of each."""
 
 import functools
+from itertools import starmap
 
 import jax
 from jax import lax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from tests.helpers.checks import assert_trees_equal, FUSED
+from tests.helpers.checks import assert_trees_equal, FUSED, long
 from tests.helpers.few_layers import SAVE
 
 WIDTH, HIDDEN, GROUPS, ROWS, LAYERS = 16, 24, 4, 96, 2
@@ -81,8 +82,15 @@ def expected(number):
   return gradients(WEIGHTS, XS[number], D_OUTS[number])
 
 
-@pytest.mark.parametrize("schedule", [FIRST_IN_FIRST_OUT, LAST_IN_FIRST_OUT])
-@pytest.mark.parametrize("capacity, page_rows", [(512, 32), (160, 32), (0, 32), (512, None)])
+@pytest.mark.parametrize(
+  "schedule, capacity, page_rows",
+  [
+    (FIRST_IN_FIRST_OUT, 512, 32),
+    (LAST_IN_FIRST_OUT, 160, 32),
+    *starmap(long, [(FIRST_IN_FIRST_OUT, 0, 32), (FIRST_IN_FIRST_OUT, 512, None)]),
+    *starmap(long, [(LAST_IN_FIRST_OUT, 512, 32), (FIRST_IN_FIRST_OUT, 160, 32)]),
+  ],
+)
 def test_gradients_in_any_order(schedule, capacity, page_rows):
   stash, gradients = run(schedule, ps.Stash.empty(capacity, SPECS, page_rows=page_rows))
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -104,7 +112,7 @@ def test_the_output_is_that_of_the_function():
   assert int(after.stats().rows_in_use[0]) == LAYERS * 64
 
 
-@pytest.mark.parametrize("schedule", ["F0 B0 F1 B0", "F0 B0 B0", "F0 F1 B0 F2 B0 B1"])
+@pytest.mark.parametrize("schedule", [*map(long, ["F0 B0 F1 B0", "F0 B0 B0"]), "F0 F1 B0 F2 B0 B1"])
 def test_a_second_backward_pass_is_nan(schedule):
   stash, gradients = run(schedule, ps.Stash.empty(512, SPECS, page_rows=32))
   assert np.isnan(stash.canary).all()

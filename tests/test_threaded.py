@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from itertools import starmap
 import re
 
 import jax
@@ -195,7 +196,7 @@ def reference_loss(structure, check_vma, policy, capacity_rows):
 @needs_devices(2)
 @pytest.mark.parametrize(
   "structure, check_vma",
-  [("inside", True), ("outside", False), long("inside", False), long("outside", True)],
+  [("inside", True), *starmap(long, [("outside", False), ("inside", False), ("outside", True)])],
 )
 def test_the_program_is_that_of_threading_by_hand(structure, check_vma):
   capacity = 2 * 96

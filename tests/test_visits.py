@@ -1,5 +1,6 @@
 """Which row tiles a grouped matmul visits, and where their rows lie: scalar arithmetic."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,11 +26,23 @@ def test_visits_stay_inside(sizes, first, here, place):
   for with_empty in False, True:
     visits, number = Visits.of(*args, with_empty)
     assert 0 <= number <= visits.tiles.shape[0]
-    for visit in range(int(number)):
-      assert 0 <= visits.group_here(visit) < here and 0 <= visits.tiles[visit] < M // TILE_ROWS
-      assert visits.groups[visit] < len(sizes)
-      assert visits.read_row(visit, TILE_ROWS, 256)[0] % ALIGN == 0
-      assert visits.own_rows(visit, TILE_ROWS)[1] == 0 or place.rows > 0
+    groups_here, read_rows, own_rows = (of[:number] for of in walk(visits))
+    assert (0 <= groups_here).all() and (groups_here < here).all()
+    assert (0 <= visits.tiles[:number]).all() and (visits.tiles[:number] < M // TILE_ROWS).all()
+    assert (visits.groups[:number] < len(sizes)).all()
+    assert (read_rows % ALIGN == 0).all()
+    assert (own_rows == 0).all() or place.rows > 0
+
+
+@jax.jit
+def walk(visits):
+  """Returns of each visit its group here, the row to read, and how many are its own."""
+
+  def of_visit(visit):
+    read_row, _ = visits.read_row(visit, TILE_ROWS, 256)
+    return visits.group_here(visit), read_row, visits.own_rows(visit, TILE_ROWS)[1]
+
+  return jax.lax.map(of_visit, jnp.arange(visits.tiles.shape[0]))
 
 
 @pytest.mark.parametrize("with_empty", [False, True])

@@ -1,0 +1,150 @@
+"""Trains the model of the demo through schedules, on the English text that every CPython ships."""
+
+import dataclasses
+from pydoc_data import topics
+import time
+
+import jax
+import numpy as np
+import optax
+
+from bench.pipeline import stages
+import pallas_stash as ps
+from pallas_stash import pipeline
+from reference import model
+
+CONFIG = model.Config(
+  vocab=256,
+  width=128,
+  hidden=256,
+  num_experts=8,
+  top_k=2,
+  layers=8,
+  num_heads=2,
+  weights_before_down_projection=True,
+)
+RANKS, MICROBATCHES, PAGE_ROWS = 2, 8, 32
+JOB = stages.Job(CONFIG, ranks=RANKS, experts=2, microbatches=MICROBATCHES, batch=2, seq=128)
+SCHEDULES = (
+  pipeline.one_f_one_b(RANKS, MICROBATCHES),
+  pipeline.interleaved(RANKS, 2, MICROBATCHES),
+  pipeline.dual_pipe_v(RANKS, MICROBATCHES),
+)
+MARGIN = 1.5  # Of the rows of perfect balance: what is wanted is found with it, and then half.
+ROUNDING = 1e-4  # Of what XLA compiles in another way, and Adam makes larger from step to step.
+
+optimizer = optax.adam(3e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+  """What one training measured.
+
+  Attributes:
+    losses: float32[steps].
+    gradients: of the first step.
+    temp_bytes: of the compiled step, on each device.
+    peak_rows, wanted_rows, overflowed: the most of any device and step: rows in the stash, rows
+      that would have been, and pushes that did not fit.
+    rows: int32[ticks, devices], of the last step, the rows in flight behind each tick.
+    seconds: a step, without the first.
+  """
+
+  losses: np.ndarray
+  gradients: dict
+  temp_bytes: int
+  peak_rows: int = 0
+  wanted_rows: int = 0
+  overflowed: int = 0
+  rows: np.ndarray | None = None
+  seconds: float = 0.0
+
+
+def batches(steps):
+  """Yields int32[microbatches, batch, seq + 1] for each step, the same ones every time."""
+  text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
+  rng = np.random.default_rng(0)
+  for _ in range(steps):
+    starts = rng.integers(0, len(text) - JOB.seq, (JOB.microbatches, JOB.batch, 1))
+    yield text[starts + np.arange(JOB.seq + 1)].astype(np.int32)
+
+
+def train(name, step, steps):
+  """Trains with `step`: `(params, tokens) -> (loss, gradients, *observed)`."""
+  params = jax.jit(model.init, static_argnums=0)(CONFIG, jax.random.key(0))
+  optimizer_state = optimizer.init(params)
+  compiled = jax.jit(step).lower(params, next(batches(steps))).compile()
+  history, first, seconds = [], None, []
+  for tokens in batches(steps):
+    start = time.perf_counter()
+    loss, gradients, *observed = jax.device_get(compiled(params, tokens))
+    seconds.append(time.perf_counter() - start)
+    first = gradients if first is None else first
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
+    params = jax.device_get(optax.apply_updates(params, updates))
+    history.append((loss, *observed))
+  losses, *observed = zip(*history, strict=True)
+  temp_bytes = compiled.memory_analysis().temp_size_in_bytes
+  training = Training(np.array(losses), first, temp_bytes, seconds=min(seconds))
+  if observed:
+    stats, rows = observed
+    most = lambda field: int(max(getattr(of_step, field).max() for of_step in stats))
+    training = dataclasses.replace(
+      training,
+      peak_rows=most("peak_rows"),
+      wanted_rows=most("sufficient_rows"),
+      overflowed=most("overflowed_pushes"),
+      rows=rows[-1],
+    )
+  log(f"{name}: {temp_bytes / 1e6:.1f} MB, losses {losses[0]:.4f} to {losses[-1]:.4f}")
+  return training
+
+
+def train_schedule(schedule, steps):
+  """Returns the trainings of a schedule by name, and the rows of each stash."""
+  layers = CONFIG.layers // len(schedule.placement)
+  expected = ps.sizing.expected_rows(*JOB.routing)
+  ample = pipeline.capacity_rows(
+    schedule, None, expected, pushes=layers, margin=MARGIN, page_rows=PAGE_ROWS
+  )
+  capacities, trainings = {"worst case": None, "stash": ample}, {}
+  for name in "worst case", "stash", "half":
+    if name == "half":
+      pages = trainings["stash"].peak_rows // PAGE_ROWS
+      capacities[name] = max(1, pages // 2) * PAGE_ROWS
+    way = stages.Way(capacities[name], PAGE_ROWS)
+    step = stages.pipelined(JOB, schedule, way)
+    trainings[name] = train(f"{schedule.name}, {name}", step, steps)
+  return trainings, capacities
+
+
+def check(schedule, trainings, plain):
+  """Returns what is wrong."""
+  failures = []
+  worst, stash, half = (trainings[name] for name in ("worst case", "stash", "half"))
+  if stash.overflowed or not half.overflowed:
+    failures.append(
+      f"pushes overflowed: {stash.overflowed} with enough, {half.overflowed} with half"
+    )
+  if not np.array_equal(stash.losses, worst.losses):
+    failures.append(f"losses {stash.losses} differ from {worst.losses}")
+  if not distance(stash.gradients, worst.gradients) == 0:
+    failures.append("gradients differ from those of the worst case")
+  for name, training in trainings.items():
+    if not np.allclose(training.losses, plain.losses, rtol=ROUNDING):
+      failures.append(f"losses of {name}, {training.losses}, are not {plain.losses}")
+    if not distance(training.gradients, plain.gradients) < ROUNDING:
+      failures.append(f"gradients of {name} are not those without a pipeline")
+  if not stash.temp_bytes < worst.temp_bytes:
+    failures.append(f"the stash takes {stash.temp_bytes} bytes, the worst case {worst.temp_bytes}")
+  return [f"{schedule.name}: {failure}" for failure in failures]
+
+
+def distance(tree, other):
+  """Returns the largest difference of two trees, as a part of the largest value of its leaf."""
+  of_leaf = lambda a, b: float(np.abs(a - b).max() / np.abs(b).max())
+  return max(jax.tree.leaves(jax.tree.map(of_leaf, tree, other)))
+
+
+def log(line):
+  print(line, flush=True)
