@@ -117,7 +117,7 @@ def receive(d_stash: Any, slot: Any, d_out: Any) -> tuple[Any, Any]:
   is_right = (found == expected) & is_held
   if debugging.is_debugging():
     counts = found[0] - BASE, expected[0] - BASE
-    debugging.report_count(slot.number[0], *counts, is_sealed=found[0] != 0)
+    debugging.report_count(slot.number[0], *counts, found[0] != 0, is_held[0])
   canary = jnp.where(is_right, handed_over(slot.number), jnp.float32(jnp.nan))
   return d_stash.as_cotangent(canary), _poison_unless(is_right[0], first_order_only(d_out))
 

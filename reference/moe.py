@@ -74,6 +74,27 @@ def expert_ffn(
   return sum_of_choices(out, choice_rows, weights, tokens.dtype)
 
 
+def expert_ffn_shapes(config, num_tokens, local_experts):
+  """Returns the shape of each argument of `expert_ffn`, as `moe_block` calls it.
+
+  Args:
+    config: a `model.Config`.
+    num_tokens: of all devices of the ring together.
+    local_experts: the experts of a device.
+  """
+  struct, width, hidden = jax.ShapeDtypeStruct, config.width, config.hidden
+  rows, choices = num_tokens * min(config.top_k, local_experts), (num_tokens, config.top_k)
+  shapes = {"wi_0": (width, hidden), "wi_1": (width, hidden), "wo": (hidden, width)}
+  return (
+    struct((num_tokens, width), config.dtype),
+    struct((rows,), jnp.int32),
+    struct(choices, jnp.int32),
+    struct(choices, jnp.float32),
+    struct((local_experts,), jnp.int32),
+    {name: struct((local_experts, *shape), config.dtype) for name, shape in shapes.items()},
+  )
+
+
 def expert_mlp(
   rows,
   group_sizes,

@@ -180,6 +180,7 @@ def test_what_does_not_fit(change):
 
 @pytest.mark.once
 @pytest.mark.skipif(ON_TPU, reason="counts the DMAs of interpreted kernels")
+@pytest.mark.long
 def test_each_row_is_stored_once(monkeypatch):
   """Of both products, and of `x`, however many groups share its tile."""
   rows = count_rows(monkeypatch)

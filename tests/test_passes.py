@@ -122,6 +122,17 @@ def test_a_second_backward_pass_is_nan(schedule):
   np.testing.assert_array_equal(np.isnan(d_x).all(axis=1), np.arange(ROWS) < SIZES[0].sum())
 
 
+def test_debug_says_that_rows_are_freed(capsys):
+  with ps.debug():
+    stash, gradients = run("F0 B0 F1 B0", ps.Stash.empty(512, SPECS, page_rows=32))
+    jax.effects_barrier()
+  assert np.isnan(stash.canary).all() and np.isnan(gradients["B0"][1]).any()
+  (line,) = capsys.readouterr().out.splitlines()
+  last = LAYERS - 1
+  assert line.startswith(f"pallas_stash: the backward pass of push {last} (the first is 0) was")
+  assert "has its rows no longer" in line
+
+
 def test_input_gradients_early_and_weight_gradients_late():
   def early_and_late(stash):
     args = [(WEIGHTS, XS[number], SIZES[number]) for number in (0, 1)]

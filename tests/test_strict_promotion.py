@@ -115,7 +115,7 @@ BACKEND = jax.default_backend()
 
 TRACED_BY_OTHERS = (
   *("gradients, recomputed", "push", "push, undefined padding"),
-  *("pair, float32, xla", "pair, bfloat16, xla"),
+  *("pair, float32, xla", "pair, bfloat16, xla", "pair, int8, xla"),
 )
 
 
@@ -123,13 +123,7 @@ def parameters():
   for case in PROGRAMS:
     if "mosaic" in case or ", kernels" in case:  # To trace an interpreted kernel twice takes long.
       yield long_if_interpreted(case, BACKEND)
-    elif case in (
-      "gradients, recomputed",
-      "push",
-      "push, undefined padding",
-      "pair, float32, xla",
-      "pair, bfloat16, xla",
-    ):
+    elif case in TRACED_BY_OTHERS:
       yield long(case, BACKEND)  # Others have all that these trace.
     elif case not in ("gmm", "pair"):
       yield case, BACKEND

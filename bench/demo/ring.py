@@ -2,7 +2,6 @@
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -77,21 +76,8 @@ def stashing_loss(capacity_rows, params, tokens):
   def ffn(stash, group_sizes, *args):
     return stashed_ffn(stash, ps.RaggedRows(group_sizes, WORST_CASE_ROWS), *args)
 
-  array = jax.ShapeDtypeStruct
-  local_experts = CONFIG.num_experts // DEVICES
-  group_sizes = array((local_experts,), jnp.int32)
-  residuals = stashed_ffn.residuals(
-    ps.RaggedRows(group_sizes, WORST_CASE_ROWS),
-    array((BATCH * SEQ, CONFIG.width), CONFIG.dtype),
-    array((WORST_CASE_ROWS,), jnp.int32),
-    array((BATCH * SEQ, CONFIG.top_k), jnp.int32),
-    array((BATCH * SEQ, CONFIG.top_k), jnp.float32),
-    group_sizes,
-    jax.tree.map(
-      lambda stacked: array((local_experts, *stacked.shape[2:]), stacked.dtype),
-      params["layers"]["moe"]["experts"],
-    ),
-  )
+  shapes = moe.expert_ffn_shapes(CONFIG, BATCH * SEQ, CONFIG.num_experts // DEVICES)
+  residuals = stashed_ffn.residuals(ps.RaggedRows(shapes[4], WORST_CASE_ROWS), *shapes)
   stash = ps.Stash.empty(capacity_rows, residuals, num_shards=DEVICES)
   options = dict(ffn=ffn, policy=save_only(ps.SLOT_NAME), finish=ps.seal)
   return ring_loss(params, tokens, stash, ps.Stash.stats, **options)

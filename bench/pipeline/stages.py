@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -194,22 +193,10 @@ def _stashing_ffn(job):
   config = job.config
   f = ps.checkpoint(moe.ffn_of(config), policy=save_only(*NAMES))
   tokens, local = job.batch // job.fsdp * job.seq, config.num_experts // job.experts
-  rows, struct = ps.sizing.worst_case_rows(*job.routing), jax.ShapeDtypeStruct
-  experts = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
-  experts = jax.tree.map(
-    lambda leaf: struct((local, *leaf.shape[2:]), leaf.dtype), experts["layers"]["moe"]["experts"]
-  )
-  sizes = struct((local,), jnp.int32)
-  residuals = f.residuals(
-    ps.RaggedRows(sizes, rows),
-    struct((tokens, config.width), config.dtype),
-    struct((rows,), jnp.int32),
-    struct((tokens, config.top_k), jnp.int32),
-    struct((tokens, config.top_k), jnp.float32),
-    sizes,
-    experts,
-  )
-  return lambda stash, sizes, *args: f(stash, ps.RaggedRows(sizes, rows), *args), residuals
+  args = moe.expert_ffn_shapes(config, tokens, local)
+  rows = ps.sizing.worst_case_rows(*job.routing)
+  ffn = lambda stash, sizes, *args: f(stash, ps.RaggedRows(sizes, rows), *args)
+  return ffn, f.residuals(ps.RaggedRows(args[4], rows), *args)
 
 
 def _saving_ffn(config):

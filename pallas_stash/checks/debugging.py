@@ -159,15 +159,20 @@ def say_if(is_so: jax.Array, message: str, once: bool = False, **values: jax.Arr
 
 
 def report_count(
-  number: jax.Array, found: jax.Array, expected: jax.Array, is_sealed: jax.Array
+  number: jax.Array,
+  found: jax.Array,
+  expected: jax.Array,
+  is_sealed: jax.Array,
+  is_held: jax.Array,
 ) -> None:
-  """Prints which push was handed a stash with another count of pushes than it has to be.
+  """Prints which push was handed another stash than its own, or its own when its rows were freed.
 
   Args:
     number: int32[], of the push.
     found: float32[], the count that the backward pass found. NaN is not printed: a use before has.
     expected: float32[], the count that shows that it is its stash.
     is_sealed: bool[], whether anything was handed over at all.
+    is_held: bool[], whether the rows are there that the push stored, if it did.
   """
   is_wrong = (found != expected) & ~jnp.isnan(found)
   where = "the backward pass of push {number} (the first is 0) was handed a stash"
@@ -184,5 +189,11 @@ def report_count(
     is_wrong & ~is_sealed,
     f"{where} that was not sealed: behind the last layer, `seal(y, stash)` must have the stash that"
     " it returned, and every layer the one of the layer before. From there on all is NaN.",
+    number=number,
+  )
+  say_if(
+    (found == expected) & ~is_held,
+    f"{where} that has its rows no longer: they were freed, or their backward pass ran before. From"
+    " there on all is NaN.",
     number=number,
   )

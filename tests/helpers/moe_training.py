@@ -49,24 +49,8 @@ def stashing_ffn(config, **options):
 
 def residuals_of(config, devices, residuals):
   """Returns the residuals of one device, from shapes alone."""
-  tokens, local = BATCH * SEQ, config.num_experts // devices
-  rows = tokens * min(config.top_k, local)
-  shape = lambda *dims, dtype=jnp.float32: jax.ShapeDtypeStruct(dims, dtype)
-  experts = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
-  experts = jax.tree.map(
-    lambda leaf: shape(local, *leaf.shape[2:], dtype=leaf.dtype),
-    experts["layers"]["moe"]["experts"],
-  )
-  sizes = shape(local, dtype=jnp.int32)
-  return residuals(
-    ps.RaggedRows(sizes, rows),
-    shape(tokens, config.width, dtype=config.dtype),
-    shape(rows, dtype=jnp.int32),
-    shape(tokens, config.top_k, dtype=jnp.int32),
-    shape(tokens, config.top_k),
-    sizes,
-    experts,
-  )
+  args = moe.expert_ffn_shapes(config, BATCH * SEQ, config.num_experts // devices)
+  return residuals(ps.RaggedRows(args[4], args[1].shape[0]), *args)
 
 
 def loss_function(
