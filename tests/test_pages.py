@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
+from pallas_stash.kernels import mosaic_tpu
+from pallas_stash.ragged import CopyRuns
 from tests.helpers.checks import assert_trees_equal
 from tests.helpers.pushes import ragged_of, SPECS, stats_of, TOTAL_ROWS, values_of
 from tests.helpers.support import assert_same_bits, IMPLEMENTATIONS, long_if_interpreted
@@ -139,6 +141,18 @@ def test_a_stash_with_pages_prints_without_its_values():
   assert repr(stash) == (
     "Stash(float32[3, 5]; buffers=(float32[64, 128],), page_rows=32, holder=float32[2])"
   )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cores_share_the_rows_not_the_pages_between_them(seed):
+  rng = np.random.default_rng(seed)
+  pages = np.sort(rng.permutation(1000)[:20]) * PAGE
+  sizes = np.where(rng.random(20) < 0.3, 0, rng.integers(1, PAGE + 1, 20))
+  runs = CopyRuns(*map(jnp.int32, (np.zeros(20), np.where(sizes > 0, pages, 0), sizes)))
+  middle = int(mosaic_tpu.middle_of_runs(runs))
+  before = np.clip(middle - pages, 0, sizes).sum()
+  assert before == (sizes.sum() + 1) // 2
+  assert mosaic_tpu.middle_of_runs(jax.tree.map(jnp.zeros_like, runs)) == 0
 
 
 WIDTH, HIDDEN, GROUPS, ROWS = 128, 256, 2, 64

@@ -214,3 +214,16 @@ def test_margin_names_the_value(change, message):
   good = dict(mean_rows=10, spread_rows=1, expected_rows=10, layers=2, recomputed_share=0.1)
   with pytest.raises(ValueError, match=f"^{message}$"):
     sizing.margin(**(good | change))
+
+
+@pytest.mark.parametrize(
+  "expected_rows, rows",
+  [(1, 128), (8192, 128), (8193, 256), (16_384, 256), (16_385, 512), (65_536, 512), (2**22, 512)],
+)
+def test_a_push_has_64_pages_or_small_ones(expected_rows, rows):
+  assert sizing.page_rows(expected_rows) == rows
+
+
+def test_pages_of_no_rows_are_refused():
+  with pytest.raises(ValueError, match="^expected_rows=0 must be a positive integer$"):
+    sizing.page_rows(0)

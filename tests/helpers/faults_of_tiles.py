@@ -117,14 +117,14 @@ CORES = [
   in_plan(
     "a tile is between the shares of the cores",
     EXPAND,
-    "jnp.where(core == 0, 0, middle)",
-    "jnp.where(core == 0, 0, jnp.minimum(middle + 1, count))",
+    "core * middle, middle",
+    "core * jnp.minimum(middle + 1, count), middle",
   ),
   in_plan(
     "both cores write a tile",
     COMPACT,
-    "jnp.where(core == 0, middle, count)",
-    "jnp.where(core == 0, jnp.minimum(middle + 1, count), count)",
+    "middle + core * (count - middle)",
+    "jnp.minimum(middle + 1 + core * count, count)",
     interpret=TWO_CORES,
   ),
 ]
