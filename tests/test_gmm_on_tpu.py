@@ -24,7 +24,7 @@ struct = jax.ShapeDtypeStruct
 SAVE_SLOTS = jax.checkpoint_policies.save_only_these_names(ps.SLOT_NAME)
 
 
-def loss(weights, x, groups_here, **options):
+def loss(weights, x, groups_here, page_rows=None, **options):
   options = {"preferred_element_type": x.dtype, "tiling": (TILE, TILE, TILE)} | options
 
   def layer(carry, weights):
@@ -36,7 +36,7 @@ def loss(weights, x, groups_here, **options):
     is_in_group = jnp.arange(ROWS, dtype=jnp.int32) < jnp.sum(sizes, dtype=jnp.int32)
     return (x + jnp.where(is_in_group[:, None], jax.nn.silu(hidden), 0) @ down, stash), None
 
-  stash = ps.Stash.empty(CAPACITY, [struct((WIDTH,), x.dtype)])
+  stash = ps.Stash.empty(CAPACITY, [struct((WIDTH,), x.dtype)], page_rows=page_rows)
   layer = jax.checkpoint(layer, policy=SAVE_SLOTS)
   (x, stash), _ = lax.scan(layer, (x, stash), weights)
   return jnp.sum(ps.seal(x, stash), dtype=jnp.float32)
@@ -171,6 +171,7 @@ def lowered(**options):
     ({"tiling": lambda m, k, n: (TILE, TILE, TILE)}, ["stash_gmm", "stash_tgmm"]),
     ({"tiling": (TILE, 384, TILE)}, ["stash_compact", "stash_expand"]),
     ({"tiling": (8, TILE, TILE)}, ["stash_compact", "stash_expand"]),
+    ({"page_rows": 32}, ["stash_compact", "stash_expand"]),
     ({"interpret": True}, ["stash_compact", "stash_expand"]),
     ({"grouped_matmul": lax.ragged_dot}, ["stash_compact", "stash_expand"]),
   ],

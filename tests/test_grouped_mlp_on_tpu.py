@@ -25,7 +25,9 @@ struct = jax.ShapeDtypeStruct
 SAVE_SLOTS = jax.checkpoint_policies.save_only_these_names(ps.SLOT_NAME)
 
 
-def loss(weights, x, keep_x=False, is_weighted=False, behind=lambda x: x, **options):
+def loss(
+  weights, x, keep_x=False, is_weighted=False, behind=lambda x: x, page_rows=None, **options
+):
   def layer(carry, weights):
     x, stash = carry
     *matrices, row_weights, sizes = weights
@@ -37,7 +39,8 @@ def loss(weights, x, keep_x=False, is_weighted=False, behind=lambda x: x, **opti
   options = {"tiling": (TILE, TILE, TILE)} | options
   specs = [struct((HIDDEN,), x.dtype)] * 2 + [struct((WIDTH,), x.dtype)] * keep_x
   layer = jax.checkpoint(layer, policy=SAVE_SLOTS)
-  (x, stash), _ = lax.scan(layer, (x, ps.Stash.empty(CAPACITY, specs)), weights)
+  stash = ps.Stash.empty(CAPACITY, specs, page_rows=page_rows)
+  (x, stash), _ = lax.scan(layer, (x, stash), weights)
   return jnp.sum(ps.seal(x, stash), dtype=jnp.float32)
 
 
@@ -192,6 +195,7 @@ IN_PLACE, COPIED = ["stash_gate_up"], ["stash_compact", "stash_expand"]
     ({"tiling": (TILE, TILE, 384)}, COPIED),
     ({"tiling": (8, TILE, TILE)}, COPIED),
     ({"dtype": "float16"}, COPIED),
+    ({"page_rows": 32}, COPIED),
     ({"tiling": (3 * TILE, TILE, TILE)}, COPIED),  # Nor does megablox take these two.
     ({"tiling": (16, TILE, TILE), "is_weighted": True}, IN_PLACE),
   ],
