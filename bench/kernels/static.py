@@ -48,7 +48,7 @@ def assume(layout: Layout, kernel: str, total_rows: int, dtype: jnp.dtype):
   rows_of = lambda function: np.array([function(i) for i in groups], np.int32)
   runs = CopyRuns(*map(rows_of, (sources, destinations, layout.sizes)))
   rows = [0, total_rows]
-  if kernel == "compact":
+  if kernel != "expand":
     rows = [runs.destinations[0], runs.destinations[-1] + runs.sizes[-1]]
   is_filled = int(kernel == "expand")
   middle = mosaic_tpu.middle_of_window(*rows, dtype)
