@@ -32,11 +32,11 @@ import numpy as np
 from bench.kernels import alternatives
 from bench.kernels.traffic import Layout, make_layout
 from bench.tpu.aot import TOPOLOGIES
-from pallas_stash.kernels import copy_runs, mosaic_tpu, pieces
+from pallas_stash.kernels import copy_runs, pieces
 from pallas_stash.ragged import CopyRuns
 
 
-def assume(layout: Layout, kernel: str, total_rows: int, dtype: jnp.dtype):
+def assume(layout: Layout, kernel: str, total_rows: int):
   """Returns the kernel of `copy_runs` for runs that are known when it is compiled.
 
   The estimator reads scalar-prefetch references as 0, but follows what a kernel itself stores in
@@ -47,12 +47,8 @@ def assume(layout: Layout, kernel: str, total_rows: int, dtype: jnp.dtype):
   sources, destinations = ends if kernel == "compact" else ends[::-1]
   rows_of = lambda function: np.array([function(i) for i in groups], np.int32)
   runs = CopyRuns(*map(rows_of, (sources, destinations, layout.sizes)))
-  rows = [0, total_rows]
-  if kernel != "expand":
-    rows = [runs.destinations[0], runs.destinations[-1] + runs.sizes[-1]]
-  is_filled = int(kernel == "expand")
-  middle = mosaic_tpu.middle_of_window(*rows, dtype)
-  window = copy_runs.Window(rows[0], middle, rows[1], 0, is_filled)
+  last_row = runs.destinations[-1] + runs.sizes[-1]
+  window = [0, total_rows, 0, 1] if kernel == "expand" else [runs.destinations[0], last_row, 0, 0]
   scalars = [np.asarray(values) for values in (*pieces.searchable(runs), window)]
   real = copy_runs.kernel
 
@@ -95,7 +91,7 @@ def estimate(case: dict) -> int:
     args, donated = (worst_case, stash, struct((), jnp.int32), row_numbers), 1
     if case["kernel"] != "compact":
       donated = 0
-  kernel = assume(layout, case["kernel"], total_rows, dtype)
+  kernel = assume(layout, case["kernel"], total_rows)
   with (
     jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     mock.patch.object(copy_runs, "kernel", kernel),

@@ -37,7 +37,16 @@ IDLE_SLOTS = 2  # A landing slot is loaded again two pieces after a store from i
 ZERO = np.int32(0)  # Under x64 the compiler is given an int as an int64.
 
 
-def copy_runs(source, destination, runs, window, tiling=None, interpret=False, checks_bounds=False):
+def copy_runs(
+  source,
+  destination,
+  runs,
+  window,
+  tiling=None,
+  interpret=False,
+  checks_bounds=False,
+  middle=None,
+):
   """Copies runs of rows of `source` to `destination`.
 
   Args:
@@ -45,12 +54,13 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
       TPU the last ones may lie behind what the shape says.
     destination: [destination_rows, width] to update in place, or the ShapeDtypeStruct of a new
       buffer, whose other rows are filled with the blank word or undefined. Tiles as of `source`.
-    runs: `CopyRuns`; where the destination is updated, without gaps between destinations within a
-      tile and those before it.
-    window: int32[5], the fields of `Window`.
+    runs: `CopyRuns`; where the destination is updated, destinations leave no gap within a tile.
+    window: int32[4], the fields of `Window`.
     tiling: `Tiling`, or None for `choose_tiling`.
     interpret: False, or `pltpu.InterpretParams`.
     checks_bounds: whether each DMA is checked to lie inside the buffers, on a TPU.
+    middle: int32[], the second core writes the tiles that start at this row or behind; None for
+      half of those of the window.
 
   Returns:
     The destination.
@@ -74,12 +84,14 @@ def copy_runs(source, destination, runs, window, tiling=None, interpret=False, c
     updated = [] if isinstance(destination, jax.ShapeDtypeStruct) else [destination]
     # Of a slice that is known Pallas checks that it ends inside of the array, as its shape says.
     start = [] if is_whole else [jnp.full((1,), first_column, jnp.int32)]
-    scalars = *pieces.searchable(runs), jnp.concatenate([window, *start])
+    split = [] if middle is None else [middle[None]]
+    scalars = *pieces.searchable(runs), jnp.concatenate([window, *split, *start])
     destination = pl.pallas_call(
       functools.partial(
         kernel,
         columns=(first_column if is_whole else None, columns),
         tiling=tiling,
+        is_split=bool(split),
         is_new=is_new,
         interpreted=bool(interpret),
       ),
@@ -112,13 +124,11 @@ class Window(NamedTuple):
 
   Attributes:
     first, last: the rows, [first, last). Of a new buffer that is filled, whole HBM tiles.
-    middle: the second core writes the tiles that start there or behind.
     blank_word: what the rows that no run covers are filled with.
     is_filled: whether they are, 0 or 1: of a new buffer only.
   """
 
   first: jax.Array
-  middle: jax.Array
   last: jax.Array
   blank_word: jax.Array
   is_filled: jax.Array
@@ -139,17 +149,29 @@ def _scratch_shapes(tiling, columns, dtype, interpret):
 
 
 def kernel(
-  offsets, destinations, ends, window, source, updated, out, *scratch, columns, tiling, **static
+  offsets,
+  destinations,
+  ends,
+  window,
+  source,
+  updated,
+  out,
+  *scratch,
+  columns,
+  tiling,
+  is_split,
+  **static,
 ):
   """Copies the pieces of one core. Takes scalars, HBM, what was allocated, fields of `_Core`."""
   del updated  # The same memory as `out`.
   first_column, number = columns
   if first_column is None:
-    first_column = pl.multiple_of(window[len(Window._fields)], LANES)
+    first_column = pl.multiple_of(window[len(Window._fields) + is_split], LANES)
   columns = pl.ds(first_column, number)
+  middle = window[len(Window._fields)] if is_split else None
   window = Window(*(window[i] for i in range(len(Window._fields))))
   runs = pieces.SearchableRuns(offsets, destinations, ends)
-  tiles = pieces.Tiles.of_core(pl.program_id(0), *window[:3], tiling)
+  tiles = pieces.Tiles.of_core(pl.program_id(0), window.first, window.last, tiling, middle)
   *slots, noted = scratch
   slots = (x.as_rows() for x in slots)
   static |= {"columns": columns, "tiling": tiling}

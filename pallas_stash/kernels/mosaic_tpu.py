@@ -7,7 +7,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes
-from pallas_stash.kernels.copy_runs import copy_runs, Window
+from pallas_stash.kernels.copy_runs import copy_runs
 from pallas_stash.kernels.pieces import NO_ROW
 from pallas_stash.kernels.tiling import (
   choose_tiling,
@@ -49,11 +49,11 @@ def compact(
   is_strict = bool(interpret) or checks_bounds
   destination = _to_kernel_layout(stash, shape[1], interpret, is_strict)
   source = _to_kernel_layout(rows, shape[1], interpret, is_strict)
-  first, last = _rows_covered(runs)
-  middle = middle_of_window(first, last, dtype) if page_rows is None else middle_of_runs(runs)
   tiling = tiling or choose_tiling(destination.shape[1], dtype.itemsize, page_rows)
-  window = jnp.stack(Window(first, middle, last, jnp.int32(0), jnp.int32(0)))
-  out = copy_runs(source, destination, runs, window, tiling, interpret, checks_bounds)
+  window = jnp.stack([*_rows_covered(runs), jnp.int32(0), jnp.int32(0)])
+  # Between pages there may be anything: half of the window may have most of the rows.
+  middle = None if page_rows is None else middle_of_runs(runs)
+  out = copy_runs(source, destination, runs, window, tiling, interpret, checks_bounds, middle)
   return _from_kernel_layout(out, shape, dtype)
 
 
@@ -95,8 +95,7 @@ def expand(
     first_covered, last_covered = _rows_covered(runs)
     first, last = jnp.where(fill, first, first_covered), jnp.where(fill, last, last_covered)
   is_filled = jnp.int32(1) if fill is None else fill.astype(jnp.int32)
-  middle = middle_of_window(first, last, stash.dtype)
-  window = jnp.stack(Window(first, middle, last, _repeat_in_word(blank), is_filled))
+  window = jnp.stack([first, last, _repeat_in_word(blank), is_filled])
   shape = _kernel_shape((total_rows, width), source.shape[1], source.dtype, is_strict)
   new = jax.ShapeDtypeStruct(shape, source.dtype)
   out = copy_runs(source, new, runs, window, tiling, interpret, checks_bounds)
@@ -109,12 +108,6 @@ def _rows_covered(runs):
   first = jnp.min(jnp.where(occupied, runs.destinations, NO_ROW))
   last = jnp.max(jnp.where(occupied, runs.destinations + runs.sizes, 0))
   return jnp.minimum(first, last), last
-
-
-def middle_of_window(first, last, dtype):
-  """Returns the row that halves a window of rows [first, last), from its first HBM tile on."""
-  start = first & -row_alignment(dtype.itemsize)
-  return start + (last - start + 1) // 2
 
 
 def middle_of_runs(runs):

@@ -71,15 +71,17 @@ class Tiles(NamedTuple):
   tiling: Tiling
 
   @classmethod
-  def of_core(cls, core, window_first, window_middle, window_last, tiling):
+  def of_core(cls, core, window_first, window_last, tiling, middle=None):
     """Returns the tiles of a core, for a window of rows [window_first, window_last).
 
-    The second core has those that start at `window_middle` or behind it.
+    The second core has those that start at row `middle` or behind it; by default, half of them.
     """
     start = align_down(window_first, tiling.row_alignment)
     tiles_before = lambda row: div(row - start + tiling.tile_rows - 1, tiling.tile_rows)
-    middle, count = tiles_before(window_middle), tiles_before(window_last)
-    first, last = core * middle, middle + core * (count - middle)
+    count = tiles_before(window_last)
+    share = div(count + CORES - 1, CORES) if middle is None else tiles_before(middle)
+    first = jnp.minimum(core * share, count)
+    last = jnp.minimum(share + core * count, count)
     tiles = cls(start, first, last, window_last, tiling)
     # Row 2**31 may be in the last tile of all, not behind another.
     return tiles._replace(last_row=jnp.where(last == count, window_last, tiles.row_of(last)))

@@ -102,7 +102,7 @@ SIZES = [
     "the window ends a row early",
     COMPACT,
     "(window[i] for i in range(len(Window._fields)))",
-    "(window[i] - (i == 2) for i in range(len(Window._fields)))",
+    "(window[i] - (i == 1) for i in range(len(Window._fields)))",
   ),
   Fault(
     "the window starts a row late",

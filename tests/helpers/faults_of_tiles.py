@@ -117,14 +117,14 @@ CORES = [
   in_plan(
     "a tile is between the shares of the cores",
     EXPAND,
-    "core * middle, middle",
-    "core * jnp.minimum(middle + 1, count), middle",
+    "jnp.minimum(core * share, count)",
+    "jnp.minimum(core * (share + 1), count)",
   ),
   in_plan(
     "both cores write a tile",
     COMPACT,
-    "middle + core * (count - middle)",
-    "jnp.minimum(middle + 1 + core * count, count)",
+    "jnp.minimum(share + core * count, count)",
+    "jnp.minimum(share + 1 + core * count, count)",
     interpret=TWO_CORES,
   ),
 ]

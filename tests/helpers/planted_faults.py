@@ -32,8 +32,8 @@ UNDETECTED = [
   in_plan(
     "both cores write a tile, one after the other",
     COMPACT,
-    "middle + core * (count - middle)",
-    "jnp.minimum(middle + 1 + core * count, count)",
+    "jnp.minimum(share + core * count, count)",
+    "jnp.minimum(share + 1 + core * count, count)",
     reason="both write the same rows: a race where there are two cores, and lost time with one",
   ),
   in_words(
