@@ -21,7 +21,7 @@ from tests.helpers.checks import needs_devices
 from tests.helpers.support import assert_same_bits, integers, ON_TPU
 
 ROWS, RESIDUALS = 40, 8
-RAGGED = ps.RaggedRows(np.array([13]), ROWS)
+RAGGED = ps.RaggedRows(np.array([13], np.int32), ROWS)
 SAVE = jax.checkpoint_policies.save_only_these_names("saved")
 
 
