@@ -36,7 +36,7 @@ class Saved(NamedTuple):
   after: jax.Array
 
 
-def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["Forward", "Backward"]:
+def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["ForwardPass", "BackwardPass"]:
   """Splits a function that threads a stash into its forward and its backward pass.
 
       forward, backward = split_passes(stage)  # stage(stash, *args) -> (out, stash)
@@ -82,11 +82,11 @@ def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["Forward", "Bac
     check_type("the second result", after, Stash, "the Stash: (out, stash)")
     return (out, after), pull_back
 
-  return Forward(vjp), Backward(vjp)
+  return ForwardPass(vjp), BackwardPass(vjp)
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class ForwardPass:
   """The forward pass that `split_passes` returns, which tells what is called with what."""
 
   vjp: Callable[..., Any]
@@ -120,7 +120,7 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Backward:
+class BackwardPass:
   """The backward pass that `split_passes` returns, which tells what is called with what."""
 
   vjp: Callable[..., Any]

@@ -43,13 +43,18 @@ class Training:
 
 
 def batches(steps):
-  """Yields int32[BATCH, SEQ + 1] for each step: random places in the text, the same every time."""
+  """Yields int32[BATCH, SEQ + 1] for each step."""
+  for tokens in excerpts(steps, (BATCH,), SEQ + 1):
+    yield jax.device_put(tokens, NamedSharding(MESH, BY_DEVICE))
+
+
+def excerpts(steps, shape, length):
+  """Yields int32[*shape, length] for each step: random places in the text, the same every time."""
   text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
   rng = np.random.default_rng(0)
   for _ in range(steps):
-    starts = rng.integers(0, len(text) - SEQ, BATCH)
-    tokens = text[starts[:, None] + np.arange(SEQ + 1)].astype(np.int32)
-    yield jax.device_put(tokens, NamedSharding(MESH, BY_DEVICE))
+    starts = rng.integers(0, len(text) - length + 1, shape)
+    yield text[starts[..., None] + np.arange(length)].astype(np.int32)
 
 
 @functools.cache

@@ -1,28 +1,17 @@
-"""Trains the model of the demo through schedules, on the English text that every CPython ships."""
+"""Trains the model of the demo through schedules, on its text."""
 
 import dataclasses
-from pydoc_data import topics
 import time
 
 import jax
 import numpy as np
-import optax
 
+from bench.demo.ring import CONFIG
+from bench.demo.training import excerpts, initial_params, optimizer, update
 from bench.pipeline import stages
 import pallas_stash as ps
 from pallas_stash import pipeline
-from reference import model
 
-CONFIG = model.Config(
-  vocab=256,
-  width=128,
-  hidden=256,
-  num_experts=8,
-  top_k=2,
-  layers=8,
-  num_heads=2,
-  weights_before_down_projection=True,
-)
 RANKS, MICROBATCHES, PAGE_ROWS = 2, 8, 32
 JOB = stages.Job(CONFIG, ranks=RANKS, experts=2, microbatches=MICROBATCHES, batch=2, seq=128)
 SCHEDULES = (
@@ -32,8 +21,6 @@ SCHEDULES = (
 )
 MARGIN = 1.5  # Of the rows of perfect balance: what is wanted is found with it, and then half.
 ROUNDING = 1e-4  # Of what XLA compiles in another way, and Adam makes larger from step to step.
-
-optimizer = optax.adam(3e-3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +34,7 @@ class Training:
     peak_rows, wanted_rows, overflowed: the most of any device and step: rows in the stash, rows
       that would have been, and pushes that did not fit.
     rows: int32[ticks, devices], of the last step, the rows in flight behind each tick.
-    seconds: a step, without the first.
+    seconds: of the quickest step.
   """
 
   losses: np.ndarray
@@ -60,28 +47,19 @@ class Training:
   seconds: float = 0.0
 
 
-def batches(steps):
-  """Yields int32[microbatches, batch, seq + 1] for each step, the same ones every time."""
-  text = np.frombuffer("\n".join(topics.topics.values()).encode(), np.uint8)
-  rng = np.random.default_rng(0)
-  for _ in range(steps):
-    starts = rng.integers(0, len(text) - JOB.seq, (JOB.microbatches, JOB.batch, 1))
-    yield text[starts + np.arange(JOB.seq + 1)].astype(np.int32)
-
-
 def train(name, step, steps):
   """Trains with `step`: `(params, tokens) -> (loss, gradients, *observed)`."""
-  params = jax.jit(model.init, static_argnums=0)(CONFIG, jax.random.key(0))
+  params = initial_params()
   optimizer_state = optimizer.init(params)
-  compiled = jax.jit(step).lower(params, next(batches(steps))).compile()
+  batches = list(excerpts(steps, (JOB.microbatches, JOB.batch), JOB.seq + 1))
+  compiled = jax.jit(step).lower(params, batches[0]).compile()
   history, first, seconds = [], None, []
-  for tokens in batches(steps):
+  for tokens in batches:
     start = time.perf_counter()
     loss, gradients, *observed = jax.device_get(compiled(params, tokens))
     seconds.append(time.perf_counter() - start)
     first = gradients if first is None else first
-    updates, optimizer_state = optimizer.update(gradients, optimizer_state, params)
-    params = jax.device_get(optax.apply_updates(params, updates))
+    params, optimizer_state = jax.device_get(update(params, optimizer_state, gradients))
     history.append((loss, *observed))
   losses, *observed = zip(*history, strict=True)
   temp_bytes = compiled.memory_analysis().temp_size_in_bytes
