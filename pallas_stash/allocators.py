@@ -172,8 +172,8 @@ class Pages:
   no cotangent.
 
   Attributes:
-    holder: float32[shards * pages], one more than the number of the push that holds each page; 0
-      for a page that is free.
+    holder: float32[shards * pages], one more than the number of the push that holds each page,
+      negative while it is set aside; 0 for a page that is free.
     wanted_pages: float32[shards], pages that would be in use had every push been stored.
     page_rows: static, rows of a page, a multiple of a tile.
     alignment: static, rows of a tile.
@@ -206,7 +206,7 @@ class Pages:
 
   def rows_in_use(self) -> jax.Array:
     """Returns int32[shards], those of whole pages."""
-    is_held = (self.holder > 0).reshape(self.wanted_pages.shape[0], -1)
+    is_held = (self.holder != 0).reshape(self.wanted_pages.shape[0], -1)
     return jnp.sum(is_held, axis=1, dtype=jnp.int32) * self.page_rows
 
   def is_free(self) -> jax.Array:
@@ -245,6 +245,14 @@ class Pages:
     wanted_pages = self.wanted_pages - wanted.astype(jnp.float32)
     return dataclasses.replace(self, holder=holder, wanted_pages=wanted_pages), is_right
 
+  def set_aside(self, slot: Slot) -> "Pages":
+    """Sets the pages of a slot aside: it does not hold them, nor are they free, until that again.
+
+    So the first half of a backward pass leaves them to the second, and to nothing else.
+    """
+    is_of_slot = (jnp.abs(self.holder) == _holder_of(slot.start)) & slot.is_stored()
+    return dataclasses.replace(self, holder=jnp.where(is_of_slot, -self.holder, self.holder))
+
   def reset(self) -> "Pages":
     """Frees all pages."""
     return jax.tree.map(jnp.zeros_like, self)
@@ -254,9 +262,13 @@ class Pages:
     del start
     return self._runs_to(ragged, self.holder == 0)  # Ranked as `take` does: once.
 
+  def further_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
+    """Returns the runs that copy ragged rows to the pages that their push has."""
+    return self._runs_to(ragged, self._is_held(start))
+
   def expand_runs(self, ragged: RaggedRows, start: jax.Array) -> CopyRuns:
     """Returns the runs that copy them back, of the allocator that has them."""
-    sources, destinations, sizes = self._runs_to(ragged, self._is_held(start))
+    sources, destinations, sizes = self.further_runs(ragged, start)
     runs = CopyRuns(destinations, sources, sizes)
     if ragged.group_starts is None:
       return runs

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_stash import kernels
-from pallas_stash.arguments import describe
+from pallas_stash.arguments import as_list, describe
 from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.explanation import Explanation
 from pallas_stash.handover import name_slot
@@ -25,6 +25,7 @@ def checkpoint(
   fun: Callable[..., Any],
   *,
   policy: Callable[..., bool] | None = None,
+  late_argnames: Sequence[str] = (),
   axis_name: Any = None,
   padding: Padding = "zero",
   implementation: Implementation | None = None,
@@ -59,6 +60,10 @@ def checkpoint(
       beforehand, with `functools.partial`.
     policy: a `jax.checkpoint` policy: which values to save. None saves all that autodiff keeps.
       What it offloads stays an ordinary residual.
+    late_argnames: names of parameters of `fun`, weights of grouped matmuls of its rows, whose
+      gradients `early` of `split_passes` leaves to `late`. What they are made of is then a residual
+      as well, but kept by `early`: the stash has room for it beside the rows. All else is as
+      without.
     axis_name: mesh axis or axes of the collectives in `fun`. Their devices must agree on whether to
       recompute, so they then store rows only where those of all of them fit.
     padding: "zero"; or "undefined", which holds anything, NaN included, and on a TPU is not
@@ -74,9 +79,10 @@ def checkpoint(
   Raises:
     ValueError: when `f` is called, for a function that closes over traced values, an argument that
       is not an array, or a stash that was not made for these residuals; here, for an unknown
-      `padding` or `implementation`, and a `fun` or `policy` that is no function.
+      `padding` or `implementation`, `late_argnames` that are no parameters of `fun`, and a `fun` or
+    `policy` that is no function.
   """
-  return StashedFunction(fun, policy, axis_name, padding, implementation)
+  return StashedFunction(fun, policy, late_argnames, axis_name, padding, implementation)
 
 
 class StashedFunction:
@@ -98,13 +104,14 @@ class StashedFunction:
   differentiated, for each residual that the policy names and that is not stashed for its shape.
   """
 
-  def __init__(self, fun, policy, axis_name, padding, implementation):
+  def __init__(self, fun, policy, late_argnames, axis_name, padding, implementation):
     if not callable(fun):
       raise ValueError(f"fun={describe(fun)} must be a function.")
     if not (policy is None or callable(policy)):
       raise ValueError(f"policy={describe(policy)} must be a function, or None.")
     kernels.check_padding(padding)
     kernels.check_implementation(implementation)
+    late_argnames = _check_names(fun, late_argnames)
     # What is not hashable is cached by the identity of an object of its own.
     self._fun = fun if isinstance(fun, Hashable) else functools.partial(fun)
     # Not its docstring: `help` is to tell how this is called.
@@ -121,6 +128,7 @@ class StashedFunction:
       self.__name__,
       evaluate,
       policy=policy,
+      is_late=functools.partial(_leaves_of, fun, late_argnames) if late_argnames else None,
       axis_name=axis_name,
       padding=padding,
       implementation=implementation,
@@ -152,7 +160,9 @@ class StashedFunction:
     """
     found = self.find_residuals(ragged, args, kwargs)
     found.require_any(self.__name__)
-    return found.row_specs(range(len(found.of_kind("stashed"))))
+    halves = self._call.halves(found, (args, kwargs))
+    kept = halves.kept if halves else []
+    return [*found.row_specs(range(len(found.of_kind("stashed")))), *kept]
 
   def find_residuals(self, ragged: RaggedRows | int, args: tuple, kwargs: dict) -> Residuals:
     """Returns the residuals of a call with these arguments."""
@@ -251,6 +261,30 @@ def paths_of(args, kwargs, is_wanted=lambda leaf: True):
     if is_wanted(leaf):
       paths.append(name if hasattr(leaf, "shape") else f"{name}={leaf!r}")
   return paths
+
+
+def _check_names(fun, names):
+  """Returns names of parameters of a function as a tuple."""
+  names = (names,) if isinstance(names, str) else tuple(as_list("late_argnames", names, "names"))
+  try:
+    parameters = inspect.signature(fun).parameters
+  except (TypeError, ValueError):  # Some callables of C have none.
+    parameters = {}
+  if unknown := [name for name in names if name not in parameters]:
+    raise ValueError(
+      f"late_argnames={names} must be names of parameters of the function, and not"
+      f" {', '.join(map(describe, unknown))}: it has {', '.join(parameters) or 'none'}."
+    )
+  return names
+
+
+def _leaves_of(fun, names, args, kwargs):
+  """Returns, for each leaf of the arguments of a function, whether it is of parameters `names`."""
+  leaves, structure = jax.tree.flatten((args, kwargs))
+  args, kwargs = jax.tree.unflatten(structure, range(len(leaves)))
+  arguments = inspect.signature(fun).bind(*args, **kwargs).arguments
+  found = set(jax.tree.leaves([arguments.get(name) for name in names]))
+  return [index in found for index in range(len(leaves))]
 
 
 def _signature_with_stash(fun):

@@ -1,6 +1,7 @@
 """Whether a function that kernels are to apply, a part of an array at a time, is elementwise."""
 
 from collections.abc import Callable
+import itertools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ _ACROSS = (
   *("all_", "axis_index", "cum", "dynamic_", "gather", "iota", "pmax", "pmin", "ppermute", "psum"),
   *("random", "reduce_window", "rev", "rng", "scatter", "select_and", "sort"),
 )
+_PRODUCTS = "conv_general", "dot_general", "ragged_dot"  # Of square matrices, for example.
 _SHAPE = 8, 128
 
 
@@ -45,6 +47,27 @@ def check_elementwise(name: str, function: Callable[..., Any], arguments: int) -
         f"{name} must be elementwise, without {equation.primitive}"
         f" ({summarize(equation.source_info)}): it is given parts of the rows."
       )
+
+
+def is_elementwise(equation: Any) -> bool:
+  """Returns whether an equation makes each row of the same row of what it is given, and cheaply.
+
+  So it is where all arrays have one shape, where one is repeated, and where a row is reshaped.
+  """
+  inner = list(jex.jaxprs_in_params(equation.params))
+  name = equation.primitive.name
+  if inner:
+    opens = name.startswith(("custom_jvp", "jit", "pjit"))
+    return opens and all(map(is_elementwise, itertools.chain(*(jaxpr.eqns for jaxpr in inner))))
+  if name == "broadcast_in_dim":
+    return True
+  if name in ("reshape", "squeeze"):
+    return equation.invars[0].aval.shape[:1] == equation.outvars[0].aval.shape[:1]
+  shape = equation.outvars[0].aval.shape
+  # An axis of one is repeated, too.
+  is_along = lambda own: len(own) == len(shape) and all(map(lambda n, m: n in (1, m), own, shape))
+  shapes = {x.aval.shape for x in (*equation.invars, *equation.outvars)} - {()}
+  return all(map(is_along, shapes)) and not name.startswith((*_ACROSS, *_PRODUCTS))
 
 
 def _equations_of(jaxpr):

@@ -8,6 +8,7 @@ import jax
 import jax.extend.core as jex
 from jax.extend.core import primitives
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
+from jax.interpreters import partial_eval
 
 # The parameters of each kind of call, in the jaxes that are known here.
 _PARAMETERS = {
@@ -60,8 +61,8 @@ def call_of(equation: Any) -> Call | None:
     return None
   if unknown := sorted(params.keys() - _PARAMETERS[kind]):
     raise ValueError(
-      f"`threaded` does not know {', '.join(unknown)} of {name} in jax {jax.__version__}. With this"
-      " jax, thread the stash by hand, through functions that `checkpoint` makes."
+      f"pallas_stash does not know {', '.join(unknown)} of {name} in jax {jax.__version__}. With"
+      " this jax, thread the stash by hand, through functions that `checkpoint` makes."
     )
   jaxprs = params["branches"] if kind == "cond" else [params["jaxpr"]]
   return Call(kind, jaxprs, params)
@@ -110,6 +111,64 @@ def line_of(equation: Any) -> str:
 def is_variable(operand: Any) -> bool:
   """Returns whether an operand of an equation, or a result of a jaxpr, is no literal."""
   return not isinstance(operand, jex.Literal)
+
+
+def made_of(jaxpr: Any) -> dict[Any, frozenset[int]]:
+  """Returns of each variable of a jaxpr of which of its arguments it is made, by their numbers.
+
+  It looks into what is called: one result of a loop need not be made of all that the loop is given.
+  """
+  found = {variable: frozenset([index]) for index, variable in enumerate(jaxpr.invars)}
+  for equation in jaxpr.eqns:
+    operands = [
+      found.get(x, frozenset()) if is_variable(x) else frozenset() for x in equation.invars
+    ]
+    found.update(zip(equation.outvars, _results_made_of(equation, operands), strict=True))
+  return found
+
+
+def _results_made_of(equation, operands):
+  """Returns of each result of an equation the union of the sets of operands that it is made of."""
+  call = call_of(equation)
+  if call is None or call.kind == "shard_map":
+    return [frozenset().union(*operands)] * len(equation.outvars)
+  bodies, always = [opened(jaxpr)[0] for jaxpr in call.jaxprs], frozenset()
+  if call.kind == "cond":
+    always, *operands = operands
+  sources = [_sources_of_results(body) for body in bodies]
+  results = [always] * len(equation.outvars)
+  first = num_carry = 0
+  if call.kind == "scan":
+    first, num_carry = scan_counts(equation)
+  while True:
+    before = results
+    for of_body in sources:
+      pairs = zip(results, of_body, strict=True)
+      results = [known.union(*(operands[i] for i in indices)) for known, indices in pairs]
+    carried = map(frozenset.union, operands[first : first + num_carry], results)
+    operands[first : first + num_carry] = carried  # To the next turn.
+    if results == before:
+      return results
+
+
+def _sources_of_results(jaxpr):
+  """Returns the numbers of the arguments that each result of a jaxpr is made of."""
+  found = made_of(jaxpr)
+  return [found.get(x, ()) if is_variable(x) else () for x in jaxpr.outvars]
+
+
+def without_unused(jaxpr: Any, is_used: Sequence[bool]) -> tuple[Any, list[bool]]:
+  """Drops what only results are made of that are not used.
+
+  Args:
+    jaxpr: any.
+    is_used: of each of its results.
+
+  Returns:
+    The jaxpr from the arguments that are left to the results that are used, and of each argument
+    whether it is left.
+  """
+  return partial_eval.dce_jaxpr(jaxpr, list(is_used))
 
 
 def variables_read(equations: Sequence[Any]) -> list[Any]:

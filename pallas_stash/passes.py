@@ -7,20 +7,22 @@ function returned is the stash of now, with the count of pushes that the functio
 the cotangent of the stash that it took is the one that flows on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
+from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_stash.arguments import check_type, describe
 from pallas_stash.explanation import aligned
 from pallas_stash.handover import handed_over
+from pallas_stash.jaxprs import is_variable, made_of, without_unused
 from pallas_stash.residuals import Residual, Residuals, trace_forward
-from pallas_stash.stash import Stash
+from pallas_stash.stash import all_along, Stash
 
 
 class Saved(NamedTuple):
@@ -29,14 +31,19 @@ class Saved(NamedTuple):
   Attributes:
     values: what the function keeps and cannot be had from its arguments.
     before, after: int32[shards], the pushes before the pass and behind it, as `Slot.number` counts.
+    is_stored: bool[shards], whether every push of the pass was stored, on all devices along
+      `axis_name`.
   """
 
   values: tuple[jax.Array, ...]
   before: jax.Array
   after: jax.Array
+  is_stored: jax.Array
 
 
-def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["ForwardPass", "BackwardPass"]:
+def split_passes(
+  fun: Callable[..., tuple[Any, Stash]], *, axis_name: Any = None
+) -> tuple["ForwardPass", "BackwardPass"]:
   """Splits a function that threads a stash into its forward and its backward pass.
 
       forward, backward = split_passes(stage)  # stage(stash, *args) -> (out, stash)
@@ -48,14 +55,23 @@ def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["ForwardPass", 
   A backward pass frees the pages of its rows. Without pages it frees nothing: `reset` the stash
   behind the backward passes of all that is in it.
 
-  Only those results of a backward pass are computed that are used. For gradients of the input early
-  and of the weights late, call it twice, each time with the stash of then, and go on with the stash
-  of the second call alone; gradients with respect to rows are computed in both.
+  For gradients of inputs early and of weights late, as in zero-bubble pipelines, a backward pass is
+  also there in two halves, of a stash with pages. What `late` needs `early` leaves in the stash:
+
+      stash, gradients = backward.early(stash, saved, d_out, *args)
+      ...  # Passes of other microbatches.
+      stash, others = backward.late(stash, saved, d_out, *args)
+
+  Late are the gradients of what functions that `checkpoint` made have as `late_argnames`. Of each
+  of `args`, one of the halves gives the gradient, and the other None. No matmul is in both, if all
+  pushes of the forward pass were stored; if not, `late` is all of the backward pass again.
 
   Args:
     fun: `(stash, *args) -> (out, stash)`: functions that `checkpoint` returned, `gmm`,
       `grouped_mlp`, and anything that `jax.vjp` differentiates around them, but not `seal`. It may
       close over constants; what is traced belongs to `args`.
+    axis_name: mesh axis or axes of the collectives in `fun`. Their devices must agree on whether
+      `late` is all of the backward pass.
 
   Returns:
     forward: `(stash, *args) -> (out, stash, saved)`. `saved` is a pytree of arrays whose shapes
@@ -68,11 +84,13 @@ def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["ForwardPass", 
       dtype `float0` for integers. If the rows of the pass are not in that stash, all that is made
       of them is NaN, and so is all that is read from it later: in a second backward pass of the
       same `saved`, whose pages are free by then, or with another stash. Rows that were not stored
-      are recomputed as often as one likes.
+      are recomputed as often as one likes. `late` without `early` before it, and whatever is called
+      in place of `late` behind it, finds no rows either.
 
   Raises:
     ValueError: for a `fun` that is no function; and by the passes, for what is no stash, a `fun`
-      that closes over traced values, and a `saved` or `d_out` that is not of such arguments.
+      that closes over traced values, a `saved` or `d_out` that is not of such arguments, and
+      halves of a stash without pages or of an argument of whose gradient a part is late.
   """
   if not callable(fun):
     raise ValueError(f"fun={describe(fun)} must be a function: (stash, *args) -> (out, stash).")
@@ -82,7 +100,7 @@ def split_passes(fun: Callable[..., tuple[Any, Stash]]) -> tuple["ForwardPass", 
     check_type("the second result", after, Stash, "the Stash: (out, stash)")
     return (out, after), pull_back
 
-  return ForwardPass(vjp), BackwardPass(vjp)
+  return ForwardPass(vjp, axis_name), BackwardPass(vjp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +108,15 @@ class ForwardPass:
   """The forward pass that `split_passes` returns, which tells what is called with what."""
 
   vjp: Callable[..., Any]
+  axis_name: Any
 
   def __call__(self, stash: Stash, *args: Any) -> tuple[Any, Stash, Saved]:
     found = _find(self.vjp, stash, args)
     (out, after), leaves = found.forward.evaluate((stash, *args))
-    saved = Saved(found.take("ordinary", leaves), stash.counters.pushes, after.counters.pushes)
-    return out, after, saved
+    before, behind = stash.counters, after.counters
+    is_stored = all_along(self.axis_name, behind.not_stored() == before.not_stored())
+    saved = found.take("ordinary", leaves), before.pushes, behind.pushes, is_stored
+    return out, after, Saved(*saved)
 
   def explain(self, stash: Stash, *args: Any) -> "PassExplanation":
     """Tells what the pass saves. Print it to see a table.
@@ -104,15 +125,10 @@ class ForwardPass:
       stash, *args: as of the call, or `jax.ShapeDtypeStruct`s in place of arrays.
     """
     found = _find(self.vjp, stash, args)
-    jaxpr, count = found.forward.jaxpr, len(jax.tree.leaves(stash))
-    made_of = {variable: {index - count} for index, variable in enumerate(jaxpr.invars)}
-    for equation in jaxpr.eqns:
-      used = [made_of.get(x, set()) for x in equation.invars if not isinstance(x, jex.Literal)]
-      made_of |= dict.fromkeys(equation.outvars, set().union(*used))
-    names = _paths(args)
-    name = lambda index: names[index] if index >= 0 else "stash"
+    names = ["stash"] * len(jax.tree.leaves(stash)) + _paths(args)
+    arguments = made_of(found.forward.jaxpr)
     saved = [
-      (residual, tuple(dict.fromkeys(map(name, sorted(made_of[variable])))))
+      (residual, tuple(dict.fromkeys(names[index] for index in sorted(arguments[variable]))))
       for residual, variable in zip(found.different, found.variables, strict=True)
       if residual.kind == "ordinary"
     ]
@@ -128,6 +144,55 @@ class BackwardPass:
   def __call__(
     self, stash: Stash, saved: Saved, d_out: Any, *args: Any
   ) -> tuple[Stash, tuple[Any, ...]]:
+    return self._run("all", stash, saved, d_out, args)
+
+  def early(
+    self, stash: Stash, saved: Saved, d_out: Any, *args: Any
+  ) -> tuple[Stash, tuple[Any, ...]]:
+    """Runs the first half: returns the stash, and the gradients but those that are late.
+
+    Args are those of the whole pass. Of integers, too, the gradient is None.
+    """
+    given = stash, saved, d_out, args
+    half, are_late = self._part("early", given), self._are_late(given)
+    are_early = half.are_made_of((True, False, True, False))
+    paths = zip(_paths(args), jax.tree.leaves(args), strict=True)
+    paths = [path for path, leaf in paths if _is_float(leaf)]
+    for path, is_late, is_early in zip(paths, are_late, are_early, strict=True):
+      if is_late and is_early:
+        raise ValueError(
+          f"{path} has a gradient of which a part is late and a part is not: wherever it is used,"
+          " it must be an argument of a function of `checkpoint` that has it in late_argnames."
+        )
+    return half.evaluate([not is_late for is_late in are_late])
+
+  def late(
+    self, stash: Stash, saved: Saved, d_out: Any, *args: Any
+  ) -> tuple[Stash, tuple[Any, ...]]:
+    """Runs the second half: returns the stash, and the late gradients.
+
+    Args are those of the whole pass, the stash is that of now. `d_out` is read only where some push
+    of the forward pass was not stored.
+    """
+    given = stash, saved, d_out, args
+    half, again = (self._part(part, given) for part in ("late", "again"))
+    evaluate = lambda part: lambda: part.evaluate(self._are_late(given))
+    return lax.cond(saved.is_stored[0], evaluate(half), evaluate(again))
+
+  def _are_late(self, given):
+    # In the late half all that comes of `d_out` is zero, and all else is of what the stash holds.
+    return self._part("late", given).are_made_of((True, False, False, False))
+
+  def _part(self, part, given):
+    check_type("stash", given[0], Stash, "the Stash that the passes thread")
+    if given[0].page_rows is None:
+      raise ValueError(f"stash={given[0]} must have pages for a backward pass in two halves.")
+    return _Part(functools.partial(self._run, part), given)
+
+  def _run(self, part, stash, saved, d_out, args):
+    """Runs a part of the pass; gradients that do not belong to it are zero."""
+    check_type("stash", stash, Stash, "the Stash that the passes thread")
+    stash = dataclasses.replace(stash, part=part)
     found = _find(self.vjp, stash, args)
     expected = [(r.shape, r.dtype) for r in found.of_kind("ordinary")]
     if not isinstance(saved, Saved) or [(x.shape, x.dtype) for x in saved.values] != expected:
@@ -139,7 +204,42 @@ class BackwardPass:
     pull_back = found.rebuild((stash, *args), (), saved.values)
     contents = stash.as_cotangent(handed_over(saved.after) + stash.canary)
     d_stash, *gradients = pull_back((d_out, _with_zeros(contents, stash)))
-    return _after_backward(stash, d_stash, handed_over(saved.before)), tuple(gradients)
+    stash = _after_backward(stash, d_stash, handed_over(saved.before))
+    return dataclasses.replace(stash, part="all"), tuple(gradients)
+
+
+class _Part:
+  """A part of a backward pass, traced, of which only some gradients are computed."""
+
+  def __init__(self, run, given):
+    """Traces `run(*given)`, which returns the stash and gradients."""
+
+    def run_for_floats(*given):
+      stash, gradients = run(*given)
+      is_float0 = lambda d: d.dtype == jax.dtypes.float0
+      return stash, jax.tree.map(lambda d: None if is_float0(d) else d, gradients)
+
+    closed, out = jax.make_jaxpr(run_for_floats, return_shape=True)(*given)
+    self._jaxpr, self._consts = closed.jaxpr, closed.consts
+    self._given, self._structure = given, jax.tree.structure(out)
+    self._num_gradients = len(jax.tree.leaves(out[1]))
+
+  def are_made_of(self, is_of: Sequence[bool]) -> list[bool]:
+    """Returns of each gradient whether it is made of any of what was given, for which `is_of`."""
+    pairs = zip(is_of, self._given, strict=True)
+    flags = [flag for flag, tree in pairs for _ in jax.tree.leaves(tree)]
+    found, outs = made_of(self._jaxpr), self._jaxpr.outvars
+    gradients = outs[len(outs) - self._num_gradients :]
+    return [is_variable(x) and any(flags[index] for index in found[x]) for x in gradients]
+
+  def evaluate(self, is_wanted: Sequence[bool]) -> Any:
+    """Returns the results, None for the gradients that are not wanted."""
+    is_wanted = [True] * (len(self._jaxpr.outvars) - self._num_gradients) + list(is_wanted)
+    jaxpr, is_used = without_unused(self._jaxpr, is_wanted)
+    leaves = zip(jax.tree.leaves(self._given), is_used, strict=True)
+    leaves = [leaf for leaf, used in leaves if used]
+    outs = iter(jax.core.eval_jaxpr(jaxpr, self._consts, *leaves))
+    return jax.tree.unflatten(self._structure, [next(outs) if is_ else None for is_ in is_wanted])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +283,10 @@ def _find(vjp, stash, args):
 def _paths(args):
   paths = jax.tree_util.tree_leaves_with_path(args)
   return [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
+
+
+def _is_float(leaf):
+  return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def _with_zeros(contents, stash):

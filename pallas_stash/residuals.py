@@ -211,10 +211,7 @@ class Residuals:
     """Returns the shape and dtype of one row of some of those that are stashed."""
     pairs = zip(self.different, self.variables, strict=True)
     avals = [variable.aval for residual, variable in pairs if residual.kind == "stashed"]
-    of_row = lambda a: jax.ShapeDtypeStruct(
-      a.shape[1:], a.dtype, manual_axis_type=a.manual_axis_type
-    )
-    return [of_row(avals[index]) for index in indices]
+    return [row_spec(avals[index]) for index in indices]
 
   def warn_of_misshapen(self) -> None:
     """Warns of each residual that has a name and is not stashed for its shape."""
@@ -242,6 +239,12 @@ class Residuals:
     }
     leaves = [found[source][number] for source, number in self._sources]
     return jax.tree.unflatten(self.forward.backward, leaves)
+
+
+def row_spec(aval: Any) -> jax.ShapeDtypeStruct:
+  """Returns the shape and dtype of one row of a value."""
+  options = {"manual_axis_type": aval.manual_axis_type}
+  return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype, **options)
 
 
 def is_row_shaped(leaf: Any, total_rows: int) -> bool:

@@ -8,7 +8,7 @@ the cotangent that it is given and passes that on unchanged.
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax import lax
@@ -28,6 +28,10 @@ from pallas_stash.varying import refuse_sharded, vary_alike, vary_over, varying_
 
 PAGE_MULTIPLE = 32  # The rows of a tile of any dtype.
 
+# What the cotangent of a stash asks the backward rules for. "early" and "late" are the halves of a
+# backward pass, which `split_passes` tells apart; "again" is all of it, behind "early".
+Part = Literal["all", "early", "late", "again"]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(eq=False, repr=False)
@@ -45,6 +49,7 @@ class Stash:
     counters: what `stats` reports; None in a cotangent.
     canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is
       the count of pushes that `pallas_stash.handover` hands over.
+    part: static, of the backward pass that the rules run.
   """
 
   residuals: tuple[jax.ShapeDtypeStruct, ...] = dataclasses.field(metadata={"static": True})
@@ -52,6 +57,7 @@ class Stash:
   allocator: Allocator
   counters: Counters | None
   canary: jax.Array
+  part: Part = dataclasses.field(default="all", metadata={"static": True})
 
   def __repr__(self):
     # Of shapes alone: to print values would fetch the buffers, and transformations leave no values.
@@ -149,10 +155,7 @@ class Stash:
     check_ragged(ragged)
     values = arguments.as_list("values", values, "arrays, one a residual")
     values = [arguments.as_array(f"values[{i}]", value) for i, value in enumerate(values)]
-    check_push(self, values, ragged)
-    # Here, where it is traced for each program: each says once what it sees.
-    report_pushed(*vary_alike(list(values), ragged), name_slot)
-    return _push(self, tuple(values), ragged, axis_name, implementation)
+    return push_some(self, values, ragged, (), axis_name, implementation)
 
   def restore(
     self,
@@ -207,13 +210,19 @@ class Stash:
   def release(self, slot: Slot) -> tuple["Stash", jax.Array]:
     """Returns the stash, or the cotangent, without the rows of a slot, and bool[1], as `free` does.
 
-    The backward pass of a stash without pages frees nothing.
+    The backward pass of a stash without pages frees nothing, nor does the early half of one.
     """
+    if self.part == "early":
+      return self, self.allocator.holds(slot) | ~slot.is_stored()
     allocator, is_right = self.allocator.free(slot)
     buffers = self.buffers
     if allocator is not self.allocator:
       buffers = storage.poison_free_rows(buffers, allocator)
     return dataclasses.replace(self, buffers=buffers, allocator=allocator), is_right
+
+  def set_aside(self, slot: Slot) -> "Stash":
+    """Returns the stash, or the cotangent, with the pages of a slot set aside, or back again."""
+    return dataclasses.replace(self, allocator=self.allocator.set_aside(slot))
 
   def reset(self) -> "Stash":
     """Frees all rows and keeps what `stats` counts: one stash for many microbatches.
@@ -263,17 +272,36 @@ class Stash:
       )
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
-def _push(stash, values, ragged, axis_name, implementation):
+def push_some(
+  stash: Stash,
+  values: Sequence[jax.Array],
+  ragged: RaggedRows,
+  others: Sequence[jax.ShapeDtypeStruct],
+  axis_name: Any,
+  implementation: Implementation | None,
+) -> tuple[Stash, Slot]:
+  """Does what `Stash.push` does with all residuals of a stash but `others`, rows of a later time.
+
+  Those are the last of equal ones; `store_others` stores them.
+  """
+  others = tuple((spec.shape, jnp.dtype(spec.dtype)) for spec in others)
+  check_push(stash, values, ragged, others)
+  # Here, where it is traced for each program: each says once what it sees.
+  report_pushed(*vary_alike(list(values), ragged), name_slot)
+  return _push(stash, tuple(values), ragged, axis_name, implementation, others)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), inline=True)
+def _push(stash, values, ragged, axis_name, implementation, others):
   # Traced once for the layers of a program: to trace kernels takes long.
-  order = match_residuals(stash.residuals, [(v.shape[1:], v.dtype) for v in values])
+  order = _order_of(stash, values, others)
   stash, values = first_order_only((stash, values))
   stash, values, ragged = vary_alike(stash, values, ragged)
   checksum = None
   if debugging.is_debugging():
     # XLA may compute twice, and round differently, what is stored and what is summed.
     values = lax.optimization_barrier(values)
-    checksum = debugging.checksums([values[order.index(i)] for i in range(len(order))], ragged)
+    checksum = debugging.checksums([values[order.index(i)] for i in sorted(order)], ragged)
 
   before = stash.allocator
   stash, slot = take_rows(stash, ragged, axis_name, checksum)
@@ -283,14 +311,47 @@ def _push(stash, values, ragged, axis_name, implementation):
   return dataclasses.replace(stash, buffers=buffers), slot
 
 
-def check_push(stash: Stash, values: Sequence[jax.Array], ragged: RaggedRows) -> None:
+def store_others(
+  stash: Stash,
+  slot: Slot,
+  values: Sequence[jax.Array],
+  ragged: RaggedRows,
+  indices: Sequence[int],
+  implementation: Implementation | None,
+) -> Stash:
+  """Stores rows beside those of a slot, and sets its pages aside; of one not stored, nothing.
+
+  Args:
+    stash: one with pages; or its cotangent.
+    slot, ragged: of a push by `push_some`.
+    values: arrays [total_rows, *row_shape].
+    indices: which of the residuals of the stash each of them is.
+    implementation: as of `Stash.push`.
+  """
+  allocator = stash.allocator
+  runs = allocator.further_runs(ragged, slot.start[0])
+  runs = runs._replace(sizes=jnp.where(allocator.holds(slot)[0], runs.sizes, 0))
+  page_rows = stash.page_rows
+  buffers = storage.store(stash.buffers, values, indices, runs, implementation, page_rows)
+  return dataclasses.replace(stash, buffers=buffers).set_aside(slot)
+
+
+def _order_of(stash, values, others=()):
+  """Returns which residual each of `values` is, where `others`, which come behind them, are not."""
+  found = [(v.shape[1:], v.dtype) for v in values]
+  return match_residuals(stash.residuals, [*found, *others])[: len(found)]
+
+
+def check_push(
+  stash: Stash, values: Sequence[jax.Array], ragged: RaggedRows, others: Sequence[Any] = ()
+) -> None:
   """Raises a ValueError unless rows of `values` can be pushed to `stash`, as `Stash.push` says."""
   stash._check_local()
   refuse_sharded(stash=stash, values=values, ragged=ragged)
   for value in values:
     if value.shape[:1] != (ragged.total_rows,):
       raise ValueError(f"{value.shape=} must start with {ragged.total_rows=}.")
-  match_residuals(stash.residuals, [(v.shape[1:], v.dtype) for v in values])
+  _order_of(stash, values, others)
 
 
 def take_rows(
@@ -317,7 +378,7 @@ def take_rows(
   lead = 0
   if is_congruent:
     lead = jnp.where(rows > 0, ragged.group_starts[0] % stash.alignment, 0)
-  is_stored = _all_along(axis_name, is_valid & stash.allocator.has_room(rows, lead))
+  is_stored = all_along(axis_name, is_valid & stash.allocator.has_room(rows, lead))
   number = stash.counters.pushes
   allocator, start = stash.allocator.take(rows, is_stored, number[0], lead)
   slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, number)
@@ -332,12 +393,16 @@ def read_rows(
   is_readable: jax.Array,
   implementation: Implementation | None,
   padding: Padding = "zero",
+  indices: Sequence[int] | None = None,
 ) -> tuple[jax.Array, ...]:
   """Returns the rows of a slot as `Stash.restore` does; NaN unless `is_readable`, bool[1].
 
-  Of the stash, which may be a cotangent, it takes the buffers and how rows are found in them.
+  Of the stash, which may be a cotangent, it takes the buffers and how rows are found in them; of
+  its residuals those of `indices`, ascending, None for all.
   """
-  buffers, slot, ragged, is_readable = vary_alike(stash.buffers, slot, ragged, is_readable)
+  indices = range(len(stash.residuals)) if indices is None else indices
+  buffers, specs = ([of[i] for i in indices] for of in (stash.buffers, stash.residuals))
+  buffers, slot, ragged, is_readable = vary_alike(buffers, slot, ragged, is_readable)
   is_readable = (is_readable & (slot.rows == ragged.num_rows()))[0]
   runs = stash.allocator.expand_runs(ragged, slot.start[0])
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
@@ -347,8 +412,7 @@ def read_rows(
     is_zero = jnp.zeros_like(is_readable)  # NaN, to be seen.
   elif padding == "undefined":
     fill = ~is_readable
-  shape = stash.residuals, ragged.total_rows
-  values = storage.load(buffers, *shape, runs, is_zero, fill, implementation)
+  values = storage.load(buffers, specs, ragged.total_rows, runs, is_zero, fill, implementation)
   if not is_debugging:
     return values
   return debugging.verify(values, ragged, slot.checksum, is_readable)
@@ -389,7 +453,7 @@ def check_ragged(ragged):
   arguments.check_type("ragged", ragged, RaggedRows, "RaggedRows")
 
 
-def _all_along(axis_name, predicate):
+def all_along(axis_name, predicate):
   if axis_name is None:
     return predicate
   return lax.pmin(predicate.astype(jnp.int32), axis_name) == 1

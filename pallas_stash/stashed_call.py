@@ -8,11 +8,12 @@ import jax
 from jax import lax
 
 from pallas_stash.batching import batch_alike
+from pallas_stash.halves import Halves
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import MarkOf, Residuals, trace_forward
-from pallas_stash.stash import read_rows, Stash
+from pallas_stash.stash import push_some, read_rows, Stash, store_others
 from pallas_stash.storage import as_kind, match_residuals
 from pallas_stash.varying import vary_over, varying_axes
 
@@ -31,6 +32,7 @@ class StashedCall:
     *,
     policy: Callable[..., Any] | None = None,
     mark_of: MarkOf = lambda name: 0,
+    is_late: Callable[..., Sequence[bool]] | None = None,
     axis_name: Any = None,
     padding: Padding = "zero",
     implementation: Implementation | None = None,
@@ -42,10 +44,12 @@ class StashedCall:
       function: from operands, pytrees of arrays, to its result and the marks that it makes.
       policy: a `jax.checkpoint` policy, which decides what its residuals are; None for all.
       mark_of: gives the mark of a residual of a name, or None for one that is not stashed.
+      is_late: gives of operands, for each leaf, whether its gradient may be left for the late half
+        of a backward pass; None where none may. There is one mark then, and one stash.
       axis_name, padding, implementation: as for `checkpoint`.
     """
     self._name, self._function, self._policy, self._mark_of = name, function, policy, mark_of
-    self._axis_name = axis_name
+    self._axis_name, self._is_late = axis_name, is_late
     self._padding, self._implementation = padding, implementation
     saving = function if policy is None else jax.checkpoint(function, policy=policy)
 
@@ -79,6 +83,17 @@ class StashedCall:
       labels = [f"operand {i}" for i in range(len(jax.tree.leaves(operands)))]
     return Residuals(forward, total_rows, self._mark_of, labels)
 
+  def halves(self, found: Residuals, operands: Any) -> Halves | None:
+    """Returns the two halves of the backward pass; None where no gradient may be late.
+
+    Args:
+      found: what `find_residuals` gives.
+      operands: of the call.
+    """
+    if self._is_late is None:
+      return None
+    return Halves(found, jax.tree.structure(operands), self._is_late(*operands))
+
   def _primal(self, stashes, given, *operands):
     out, _ = self._function(*operands)
     return out, batch_alike(stashes, (given, operands))
@@ -90,41 +105,69 @@ class StashedCall:
       found.warn_of_misshapen()
     (out, made), leaves = found.forward.evaluate(operands)
     marks, rows = (*given, *made), found.take("stashed", leaves)
+    halves = self.halves(found, operands)
     stashes, slots = list(batch_alike(stashes, (given, operands))), []
     for mark, indices in found.pushes.items():
       home = _home(stashes, found, indices)
-      options = {"axis_name": self._axis_name, "implementation": self._implementation}
       values = [rows[index] for index in indices]
-      stashes[home], slot = stashes[home].push(values, marks[mark], **options)
+      options = halves.kept if halves else (), self._axis_name, self._implementation
+      stashes[home], slot = push_some(stashes[home], values, marks[mark], *options)
       slots.append(name_slot(slot))
     marks = [marks[mark] for mark in found.pushes]
-    saved = slots, marks, operands, found.take("ordinary", leaves)
-    pull_back = jax.tree_util.Partial(functools.partial(self._pull_back, found), *saved)
+    ordinary = found.take("ordinary", leaves)
+    if halves:
+      marks = name_slot(marks)
+      operands, ordinary = halves.name_needed(operands, ordinary)
+    saved = slots, marks, operands, ordinary
+    pull_back = jax.tree_util.Partial(functools.partial(self._pull_back, found, halves), *saved)
     return (out, tuple(stashes)), pull_back
 
-  def _pull_back(self, found, slots, marks, operands, ordinary, d_out, d_stashes):
-    d_stashes, rows = list(d_stashes), {}
-    pushes = list(zip(found.pushes.values(), slots, marks, strict=True))
+  def _pull_back(self, found, halves, slots, marks, operands, ordinary, d_out, d_stashes):
+    d_stashes, rows, part = list(d_stashes), {}, d_stashes[0].part
+    pushes = [*zip(found.pushes.values(), slots, marks, strict=True)]
+    if halves and part == "late":
+      d_stash, d_operands = self._pull_back_late(
+        found, halves, *pushes, operands, ordinary, *d_stashes
+      )
+      return (d_stash,), None, *d_operands
     for indices, slot, ragged in reversed(pushes):
       home = _home(d_stashes, found, indices)
-      values = self._read(found, indices, d_stashes[home], slot, ragged, operands)
-      rows |= zip(indices, values, strict=True)
+      if halves and part == "again":
+        d_stashes[home] = d_stashes[home].set_aside(slot)
+      if part != "late":
+        values = self._read(found, halves, indices, d_stashes[home], slot, ragged, operands)
+        rows |= zip(indices, values, strict=True)
       d_stashes[home], d_out = receive(d_stashes[home], slot, d_out)
+    if part == "late":  # The early half was all of it.
+      return tuple(d_stashes), None, *[None] * len(operands)
     rows = [rows[index] for index in range(len(rows))]
-    return tuple(d_stashes), None, *found.rebuild(operands, rows, ordinary)(d_out)
+    if not halves or part != "early":
+      return tuple(d_stashes), None, *found.rebuild(operands, rows, ordinary)(d_out)
+    d_operands, kept = halves.early(operands, rows, ordinary, d_out)
+    (d_stash,), ((indices, slot, ragged),) = d_stashes, pushes
+    _, others = _places(d_stash, found, indices, halves)
+    d_stash = store_others(d_stash, slot, kept, ragged, others, self._implementation)
+    return (d_stash,), None, *d_operands
 
-  def _read(self, found, indices, d_stash, slot, ragged, operands):
+  def _pull_back_late(self, found, halves, push, operands, ordinary, d_stash):
+    """Returns the cotangent of the stash, and those of the operands that are late."""
+    indices, slot, ragged = push
+    d_stash = d_stash.set_aside(slot)
+    own, others = _places(d_stash, found, indices, halves)
+    rows = self._restore(own, self._padding, d_stash, slot, ragged)
+    kept = self._restore(others, "zero", d_stash, slot._replace(checksum=None), ragged)
+    d_stash, kept = receive(d_stash, slot, kept)
+    return d_stash, halves.late(operands, rows, ordinary, kept)
+
+  def _read(self, found, halves, indices, d_stash, slot, ragged, operands):
     """Returns the residuals of a push, from the stash, or where they were not stored made again."""
-    specs = [found.of_kind("stashed")[index] for index in indices]
-    order = match_residuals(d_stash.residuals, [(spec.shape[1:], spec.dtype) for spec in specs])
+    places, _ = _places(d_stash, found, indices, halves)
     contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
     given = contents, slot, ragged, operands
 
     def restore(contents, slot, ragged, operands):
       del operands
-      is_held, options = contents.allocator.holds(slot), (self._implementation, self._padding)
-      rows = read_rows(contents, slot, ragged, is_held, *options)
-      return tuple(rows[index] for index in order)
+      return self._restore(places, self._padding, contents, slot, ragged)
 
     def recompute(contents, slot, ragged, operands):
       del contents, slot, ragged
@@ -133,10 +176,25 @@ class StashedCall:
 
     return lax.cond(slot.is_stored()[0], restore, recompute, *given)
 
+  def _restore(self, places, padding, d_stash, slot, ragged):
+    """Returns the rows of a slot in some buffers of a stash, NaN if it does not hold them."""
+    is_held = d_stash.allocator.holds(slot)
+    ascending = sorted(places)
+    options = self._implementation, padding, ascending
+    rows = read_rows(d_stash, slot, ragged, is_held, *options)
+    return tuple(rows[ascending.index(place)] for place in places)
+
+
+def _places(stash, found, indices, halves):
+  """Returns which residuals of a stash those of a push are, and those of the late half."""
+  specs = found.row_specs(indices), halves.kept if halves else ()
+  order = match_residuals(stash.residuals, [(s.shape, s.dtype) for some in specs for s in some])
+  return order[: len(indices)], order[len(indices) :]
+
 
 def _home(stashes, found, indices):
   """Returns which of several stashes is made for some residuals. One alone has to be."""
   if len(stashes) == 1:
     return 0
-  wanted = as_kind(found.row_specs(indices))
+  wanted = as_kind(found.row_specs(indices))  # No gradients are late where there are several.
   return next(i for i, stash in enumerate(stashes) if as_kind(stash.residuals) == wanted)

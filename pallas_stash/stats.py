@@ -85,6 +85,10 @@ class Counters(NamedTuple):
   def zero(cls, num_shards: int) -> "Counters":
     return cls(*(jnp.zeros((num_shards,), jnp.int32) for _ in cls._fields))
 
+  def not_stored(self) -> jax.Array:
+    """Returns how many pushes were not stored."""
+    return self.overflowed_pushes + self.invalid_pushes
+
   def after_push(
     self, is_valid: jax.Array, is_stored: jax.Array, allocator: Allocator
   ) -> "Counters":

@@ -187,3 +187,18 @@ def by_mlp(stash, x, matrices):
 def test_matmuls_that_keep_their_operands_copy_them_to_pages(layer, residuals):
   paged, contiguous = (gradients_of(layer, rows, *residuals) for rows in (PAGE, None))
   assert_trees_equal(paged, contiguous)
+
+
+def test_pages_set_aside_are_neither_free_nor_held():
+  """So a pass between the halves of another takes none of its pages, and nobody reads them."""
+  stash, pushes, restore, free = fragmented(XLA, SPECS[:1])
+  slot, ragged, expected = pushes[1]
+  aside = stash.set_aside(slot)
+  assert stats_of(aside) == stats_of(stash)
+  assert np.isnan(restore(aside, slot, ragged)[0]).all()
+  assert np.isnan(free(aside, slot).canary).all()
+  assert_trees_equal(restore(aside, *pushes[0][:2]), tuple(pushes[0][2]))
+  assert_trees_equal(aside.set_aside(slot), stash)
+  assert stats_of(free(aside, pushes[0][0]))[0] == stats_of(stash)[0] - 2 * PAGE
+  not_stored = slot._replace(start=jnp.array([-1], jnp.int32))
+  assert_trees_equal(stash.set_aside(not_stored), stash)

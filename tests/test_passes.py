@@ -5,11 +5,13 @@ from itertools import starmap
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_stash as ps
+from pallas_stash.jaxprs import inner_jaxprs
 from tests.helpers.checks import assert_trees_equal, FUSED, long
 from tests.helpers.few_layers import SAVE
 
@@ -23,7 +25,8 @@ LAST_IN_FIRST_OUT = "F0 F1 F2 B2 B1 B0"
 def ffn(rows, sizes, weights):
   live = (jnp.arange(ROWS) < jnp.sum(sizes))[:, None]
   rows = jnp.where(live, rows, 0)
-  hidden = jax.nn.silu(jnp.where(live, lax.ragged_dot(rows, weights["in"], sizes), 0))
+  hidden = jnp.where(live, lax.ragged_dot(rows, weights["in"], sizes), 0)
+  hidden = jax.nn.silu(checkpoint_name(hidden, "hidden"))
   return jnp.where(live, lax.ragged_dot(hidden, weights["out"], sizes), 0)
 
 
@@ -146,6 +149,165 @@ def test_input_gradients_early_and_weight_gradients_late():
   stash, *found = compiled(early_and_late)(ps.Stash.empty(512, SPECS, page_rows=32))
   assert_trees_equal(found, [expected(0), expected(1)])
   assert int(stash.stats().rows_in_use[0]) == 0
+
+
+def split_layers(is_checkpointed=True, **options):
+  """Returns the passes of layers whose gradients of weights are late, and the residuals."""
+  late_ffn = ps.checkpoint(ffn, late_argnames="weights", **options)
+
+  def late_stage(stash, weights, x, sizes):
+    def layer(carry, weights):
+      x, stash = carry
+      y, stash = late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+      return (x + y, stash), None
+
+    if is_checkpointed:
+      layer = jax.checkpoint(layer, policy=SAVE(ps.SLOT_NAME))
+    return lax.scan(layer, (x, stash), weights)[0]
+
+  one = jax.tree.map(lambda w: w[0], WEIGHTS)
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  return *ps.split_passes(late_stage), residuals
+
+
+def run_halves(schedule, passes, stash):
+  """Runs passes, "F0 I0 W0" for example; returns the stash and the gradients of each."""
+  forward, backward = passes
+
+  def run(stash):
+    saved, gradients = {}, {}
+    for one in schedule.split():
+      kind, number = one[0], int(one[1])
+      args = WEIGHTS, XS[number], SIZES[number]
+      if kind == "F":
+        _, stash, saved[number] = forward(stash, *args)
+      else:
+        run = {"B": backward, "I": backward.early, "W": backward.late}[kind]
+        stash, (*gradients[one], _) = run(stash, saved[number], D_OUTS[number], *args)
+    return stash, gradients
+
+  return compiled(run)(stash)
+
+
+@pytest.mark.parametrize(
+  "capacity, options",
+  [
+    (512, {"policy": SAVE("hidden")}),
+    *starmap(long, [(512, {}), (160, {}), (0, {})]),
+    long(512, {"implementation": "mosaic_interpret", "is_checkpointed": False}),
+  ],
+)
+def test_two_halves(capacity, options):
+  """Each in the bits of the whole, also where pushes do not fit and are recomputed."""
+  *passes, residuals = split_layers(**options)
+  stash = ps.Stash.empty(capacity, residuals, page_rows=32)
+  stash, gradients = run_halves("F0 F1 I0 F2 I1 W0 B2 W1", passes, stash)
+  same = assert_trees_equal
+  if capacity < 512 or options.get("policy"):  # What is recomputed XLA may round in another way.
+    same = functools.partial(
+      jax.tree.map, functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    )
+  for number in 0, 1:
+    none = {"in": None, "out": None}
+    (d_weights, none_of_x), (none_of_weights, d_x) = (gradients[f"{k}{number}"] for k in "WI")
+    assert none_of_x is None and none_of_weights == none
+    same((d_weights, d_x), expected(number))
+  same(tuple(gradients["B2"]), expected(2))
+  stats = stash.stats()
+  assert (int(stats.overflowed_pushes[0]) > 0) == (capacity < 512)
+  assert int(stats.rows_in_use[0]) == 0 == float(stash.canary[0])
+
+
+@pytest.mark.long
+def test_debug_of_halves(capsys):
+  with ps.debug():
+    test_two_halves(512, {})
+    jax.effects_barrier()
+  assert "came back" not in capsys.readouterr().out
+
+
+def test_no_matmul_is_in_both_halves():
+  *(forward, backward), residuals = split_layers()
+  # Of rows, what a layer is given is one of the residuals here; beside them the cotangents.
+  assert sorted(r.shape for r in residuals[-2:]) == [(WIDTH,), (HIDDEN,)]
+  stash = ps.Stash.empty(512, residuals, page_rows=32)
+  args = WEIGHTS, XS[0], SIZES[0]
+  saved = jax.eval_shape(forward, stash, *args)[2]
+  counts = [
+    count_matmuls(jax.make_jaxpr(run)(stash, saved, D_OUTS[0], *args).jaxpr)
+    for run in (backward, backward.early, backward.late)
+  ]
+  assert counts == [4, 2, 2]
+
+
+def count_matmuls(jaxpr):
+  """Counts those of a layer; of the branches of a cond, the one with the fewest."""
+  total = 0
+  for equation in jaxpr.eqns:
+    inner = list(map(count_matmuls, inner_jaxprs(equation)))
+    of_inner = min(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
+    total += of_inner + equation.primitive.name.startswith("ragged_dot")
+  return total
+
+
+@pytest.mark.parametrize(
+  "schedule, wrong",
+  [
+    ("F0 I0 I0", "I0"),
+    *starmap(long, [("F0 W0", "W0"), ("F0 I0 B0", "B0"), ("F0 I0 W0 W0", "W0")]),
+  ],
+)
+def test_halves_out_of_order_are_nan(schedule, wrong):
+  *passes, residuals = split_layers()
+  stash = ps.Stash.empty(512, residuals, page_rows=32)
+  stash, gradients = run_halves(schedule, passes, stash)
+  assert np.isnan(stash.canary).all()
+  d_weights, d_x = gradients[wrong]
+  of_groups = [d[:, SIZES[0] > 0] for d in jax.tree.leaves(d_weights)]
+  of_rows = [] if d_x is None else [d_x[: SIZES[0].sum()]]
+  assert all(np.isnan(d).all() for d in of_groups + of_rows)
+
+
+def test_halves_of_what_has_no_late_gradients():
+  """All of them are early, and the late half frees the pages."""
+  stash = ps.Stash.empty(512, SPECS, page_rows=32)
+  stash, gradients = run_halves("F0 F1 I0 B1 W0", (forward, backward), stash)
+  assert_trees_equal(tuple(gradients["I0"]), expected(0))
+  assert jax.tree.leaves(gradients["W0"]) == [] and int(stash.stats().rows_in_use[0]) == 0
+
+
+def test_refusals_of_halves():
+  for names in (3, "sizes weight", ["weights", "nothing"]):
+    with pytest.raises(ValueError, match="late_argnames=.* must be"):
+      ps.checkpoint(ffn, late_argnames=names)
+  args = WEIGHTS, XS[0], SIZES[0]
+  without_pages = ps.Stash.empty(512, SPECS)
+  _, stash, saved = jax.eval_shape(forward, without_pages, *args)
+  for half in backward.early, backward.late:
+    with pytest.raises(ValueError, match="stash=.* must have pages"):
+      jax.eval_shape(half, without_pages, saved, D_OUTS[0], *args)
+
+  late_ffn = ps.checkpoint(ffn, late_argnames="weights")
+
+  def tied(stash, weights, x, sizes):
+    y, stash = late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+    return x + y @ (weights["in"][0] @ weights["out"][0]), stash
+
+  one = jax.tree.map(lambda w: w[0], WEIGHTS)
+  args = one, XS[0], SIZES[0]
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  stash = ps.Stash.empty(512, residuals, page_rows=32)
+  forward_of_tied, backward_of_tied = ps.split_passes(tied)
+  saved = jax.eval_shape(forward_of_tied, stash, *args)[2]
+  with pytest.raises(ValueError, match=r"args\[0\]\['in'\] has a gradient of which a part is late"):
+    jax.eval_shape(backward_of_tied.early, stash, saved, D_OUTS[0], *args)
+
+  def sums_up(rows, sizes, weights):
+    return jnp.sum(ffn(rows, sizes, weights), axis=0)
+
+  summed = ps.checkpoint(sums_up, late_argnames="weights")
+  with pytest.raises(ValueError, match=r"needs the cotangent float32\[16\] of a result"):
+    summed.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
 
 
 def test_saved_has_shapes_and_no_arguments():

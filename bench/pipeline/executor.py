@@ -25,12 +25,16 @@ class Model(NamedTuple):
     forward: `(state, params, x) -> (y, state, saved)`, of a chunk with these parameters; `y` has
       the shape of `x`, and `saved` always the same shapes.
     backward: `(state, saved, d_y, params, x) -> (state, (d_params, d_x))`.
+    early, late: the same, of the two halves of it; where a half has no gradient is None. That of
+      `x` is early.
     loss: `(head, y, target) -> float32[]`, of a microbatch of the last stage.
     observe: what to record of the state behind each tick: `state -> ` a pytree.
   """
 
   forward: Callable[..., Any]
   backward: Callable[..., Any]
+  early: Callable[..., Any]
+  late: Callable[..., Any]
   loss: Callable[..., jax.Array]
   observe: Callable[[Any], Any]
 
@@ -113,15 +117,16 @@ def run(
     chunk, number = row["b_chunk"], row["b_microbatch"]
     x = _input(table, row["b_x"], number, inputs, carry.x)
     saved, d_y = _at(carry.saved, row["b_saved"]), _at(carry.d_y, row["b_dy"])
-    state, (d_params, d_x) = model.backward(carry.state, saved, d_y, _at(params, chunk), x)
-    if kind != "I":  # Which leaves everything as it is for "W".
-      added = jax.tree.map(jnp.add, _at(carry.d_params, chunk), d_params)
-      carry = carry._replace(state=state, d_params=_put(carry.d_params, chunk, added))
+    backward = {"B": model.backward, "I": model.early, "W": model.late}[kind]
+    state, (d_params, d_x) = backward(carry.state, saved, d_y, _at(params, chunk), x)
+    add = functools.partial(_add_at, chunk)
+    d_params = jax.tree.map(add, carry.d_params, d_params, is_leaf=lambda leaf: leaf is None)
+    carry = carry._replace(state=state, d_params=d_params)
     if kind != "W":
       is_first = row["b_x"] == table.places["x"]
       at = jnp.where(is_first, number, len(inputs))
       carry = carry._replace(d_inputs=_put(carry.d_inputs, at, d_x))
-    return carry, d_x if kind != "W" else jnp.zeros_like(d_x)
+    return carry, d_x if kind != "W" else jnp.zeros_like(x)
 
   # Those that the schedule has: each is compiled.
   kinds = np.unique(table.columns["b"])
@@ -177,6 +182,11 @@ def _input(table, place, number, inputs, buffer):
 def _at(tree, index):
   pick = lambda array: lax.dynamic_index_in_dim(array, index, keepdims=False)
   return jax.tree.map(pick, tree)
+
+
+def _add_at(index, array, one):
+  """Returns `array` with `one` added at an index of its first axis; None is nothing."""
+  return array if one is None else _put(array, index, _at(array, index) + one)
 
 
 def _put(tree, index, new):

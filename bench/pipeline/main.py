@@ -5,6 +5,8 @@ The residuals of the experts are kept in three ways:
 
   worst case: in the ring of what forward passes save, at worst-case size;
   stash: in pages, of which there are enough for every routed row;
+  halves: in the same pages, with what late gradients of weights need beside them, where a schedule
+    has such passes;
   half: in half as many pages, so that some layers are recomputed.
 
 Prints a table and writes pipeline.json and pipeline.png, a drawing of each schedule with the rows

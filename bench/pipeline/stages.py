@@ -76,10 +76,12 @@ class Way:
   Attributes:
     capacity_rows: of the stash of each device; None for none, and the worst case.
     page_rows: of a page.
+    late: of the experts, the arguments whose gradients passes "I" leave to passes "W".
   """
 
   capacity_rows: int | None
   page_rows: int = 32
+  late: tuple[str, ...] = ()
 
 
 def pipelined(job: Job, schedule: pipeline.Schedule, way: Way) -> Callable[..., Any]:
@@ -122,8 +124,12 @@ def on_mesh(job: Job, schedule: pipeline.Schedule, way: Way) -> tuple[Callable[.
 
   def on_device(layers, head, inputs, targets):
     stage, stash = _stage(job, way)
+    forward, backward = ps.split_passes(stage, axis_name=job.data_axes)
     run = executor.Model(
-      *ps.split_passes(stage),
+      forward,
+      backward,
+      backward.early,
+      backward.late,
       loss=lambda head, y, target: _loss(head, y, target) / job.microbatches,
       observe=lambda stash: stash.stats().rows_in_use,
     )
@@ -173,7 +179,7 @@ def in_one_piece(job: Job) -> Callable[..., Any]:
 def _stage(job, way):
   """Returns a stage `(stash, layers, x) -> (x, stash)`, and its stash."""
   config = job.config
-  ffn, residuals = _stashing_ffn(job)
+  ffn, residuals = stashing_ffn(job, way.late)
   names = (ps.SLOT_NAME,)
   if way.capacity_rows is None:
     ffn, names = _saving_ffn(config), NAMES
@@ -189,9 +195,10 @@ def _stage(job, way):
   return lambda stash, layers, x: lax.scan(layer, (x, stash), layers)[0], stash
 
 
-def _stashing_ffn(job):
+def stashing_ffn(job: Job, late: tuple[str, ...] = ()) -> tuple[Callable[..., Any], list[Any]]:
+  """Returns the experts `(stash, sizes, *args) -> (out, stash)`, and the residuals of the stash."""
   config = job.config
-  f = ps.checkpoint(moe.ffn_of(config), policy=save_only(*NAMES))
+  f = ps.checkpoint(moe.ffn_of(config), policy=save_only(*NAMES), late_argnames=late)
   tokens, local = job.batch // job.fsdp * job.seq, config.num_experts // job.experts
   args = moe.expert_ffn_shapes(config, tokens, local)
   rows = ps.sizing.worst_case_rows(*job.routing)

@@ -85,12 +85,14 @@ def train_schedule(schedule, steps):
   ample = pipeline.capacity_rows(
     schedule, None, expected, pushes=layers, margin=MARGIN, page_rows=PAGE_ROWS
   )
-  capacities, trainings = {"worst case": None, "stash": ample}, {}
-  for name in "worst case", "stash", "half":
+  capacities, trainings = {"worst case": None, "stash": ample, "halves": ample}, {}
+  has_halves = any(one.kind == "W" for steps in schedule.programs for step in steps for one in step)
+  for name in "worst case", "stash", *["halves"] * has_halves, "half":
     if name == "half":
       pages = trainings["stash"].peak_rows // PAGE_ROWS
       capacities[name] = max(1, pages // 2) * PAGE_ROWS
-    way = stages.Way(capacities[name], PAGE_ROWS)
+    late = ("experts",) if name == "halves" else ()
+    way = stages.Way(capacities[name], PAGE_ROWS, late)
     step = stages.pipelined(JOB, schedule, way)
     trainings[name] = train(f"{schedule.name}, {name}", step, steps)
   return trainings, capacities
@@ -100,6 +102,8 @@ def check(schedule, trainings, plain):
   """Returns what is wrong."""
   failures = []
   worst, stash, half = (trainings[name] for name in ("worst case", "stash", "half"))
+  if "halves" in trainings and trainings["halves"].overflowed:
+    failures.append(f"pushes overflowed: {trainings['halves'].overflowed} of passes in two halves")
   if stash.overflowed or not half.overflowed:
     failures.append(
       f"pushes overflowed: {stash.overflowed} with enough, {half.overflowed} with half"
