@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import math
 import numbers
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_stash.arguments import describe, positive_fraction, row_specs
+from pallas_stash.kernels import tiling
 from pallas_stash.kernels.tiling import round_up
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
   "page_rows",
   "margin",
   "residual_bytes",
+  "hidden_rows",
+  "tier_rows",
 ]
 
 
@@ -210,10 +213,87 @@ def residual_bytes(rows: int, residuals: Sequence[Any]) -> int:
     `rows * sum(prod(shape) * itemsize)` over the residuals. A `Stash`, like any array on a TPU,
     takes rows that are no multiple of 128 elements wide as if they were the next multiple.
   """
-  if not _is_integer(rows) or rows < 0:
-    raise ValueError(f"rows={describe(rows)} must be an integer, zero or more")
+  rows = _zero_or_more("rows", rows)
   row_bytes = sum(math.prod(r.shape) * r.dtype.itemsize for r in row_specs(residuals))
-  return int(rows) * row_bytes
+  return rows * row_bytes
+
+
+def hidden_rows(
+  seconds: numbers.Real, residuals: Sequence[Any], host_bytes_per_second: numbers.Real
+) -> int:
+  """The rows of each of `residuals` that a link to the host moves, one way, in so many seconds.
+
+  The `staging_rows` of a stash at which no layer waits for the link: the first rows of a push go to
+  the host while the next layer runs, and come back while the layer behind it runs backward. So the
+  seconds are those of the shorter of the two, which is the forward pass of a layer.
+
+  Args:
+    seconds: that a layer runs.
+    residuals: as for `residual_bytes`; at least one.
+    host_bytes_per_second: of the link of one device, in one direction, while it moves nothing in
+      the other.
+
+  Returns:
+    `seconds * host_bytes_per_second / row_bytes`, rounded down to a tile: 8 rows, or 32 if any
+    residual has one-byte elements. `row_bytes` are those of a row of all residuals as a stash
+    holds it, each as wide as the next multiple of 128 elements.
+  """
+  specs = row_specs(residuals)
+  width = lambda spec: round_up(math.prod(spec.shape), tiling.LANES)
+  row_bytes = sum(width(spec) * spec.dtype.itemsize for spec in specs)
+  if not row_bytes:
+    raise ValueError(f"residuals={describe(residuals)} must have elements: nothing is to be moved")
+  seconds = positive_fraction("seconds", seconds)
+  speed = positive_fraction("host_bytes_per_second", host_bytes_per_second)
+  tile = max(tiling.row_alignment(spec.dtype.itemsize) for spec in specs)
+  return math.floor(seconds * speed / row_bytes) // tile * tile
+
+
+class TierRows(NamedTuple):
+  """The rows of a stash's two tiers, arguments of `Stash.empty`.
+
+  Attributes:
+    capacity_rows: in HBM. What is staged is beside them, `staging_rows`.
+    host_capacity_rows: in host memory.
+  """
+
+  capacity_rows: int
+  host_capacity_rows: int
+
+
+def tier_rows(
+  rows_per_layer: int, staging_rows: int, layers: int, *, row_alignment: int = 8
+) -> TierRows:
+  """The rows of HBM and of host memory that hold the rows of `layers` layers, none recomputed.
+
+  Each push sends its first `staging_rows` rows to the host, or all if it has no more, and keeps the
+  others in HBM. The rows that the last push staged are still in the stage when the stash is sealed;
+  room for them in host memory is needed all the same, because a push stages no more than that has
+  room for.
+
+  Both are shared by all layers. Of a push that has more rows, HBM takes what is not staged as far
+  as it reaches, and host memory the rest, at once, with nothing to hide behind; it is stored if its
+  tiles are no more than what is free in both. So the sum over all layers counts, as with one tier,
+  and `rows_per_layer` may be the expected rows times a `margin`.
+
+  Args:
+    rows_per_layer: rows of a push.
+    staging_rows: of `Stash.empty`, zero or more; see `hidden_rows`. Rounded up to `row_alignment`.
+    layers: layers that push into the stash.
+    row_alignment: as of `capacity_rows`; with pages, of which `staging_rows` is to be a multiple,
+      those of a page.
+
+  Returns:
+    `layers * (rows - staged)` and `layers * staged`, with `rows` those of a push in whole tiles and
+    `staged` the smaller of `rows` and `staging_rows`.
+  """
+  rows_per_layer, layers, row_alignment = _positive_ints(
+    rows_per_layer=rows_per_layer, layers=layers, row_alignment=row_alignment
+  )
+  staging_rows = _zero_or_more("staging_rows", staging_rows)
+  rows = round_up(rows_per_layer, row_alignment)
+  staged = min(rows, round_up(staging_rows, row_alignment))
+  return TierRows(layers * (rows - staged), layers * staged)
 
 
 def _routing(batch, seq, top_k, ep, num_experts):
@@ -233,6 +313,12 @@ def _positive_ints(**values) -> list[int]:
       raise ValueError(f"{name}={describe(value)} must be a positive integer")
   # Python integers do not overflow; NumPy's do.
   return [int(value) for value in values.values()]
+
+
+def _zero_or_more(name, value) -> int:
+  if not _is_integer(value) or value < 0:
+    raise ValueError(f"{name}={describe(value)} must be an integer, zero or more")
+  return int(value)
 
 
 def _is_integer(value):

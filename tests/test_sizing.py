@@ -227,3 +227,177 @@ def test_a_push_has_64_pages_or_small_ones(expected_rows, rows):
 def test_pages_of_no_rows_are_refused():
   with pytest.raises(ValueError, match="^expected_rows=0 must be a positive integer$"):
     sizing.page_rows(0)
+
+
+class TwoTiers:
+  """The scheme of a stash with a host tier, of row numbers in place of rows.
+
+  A push leaves its head in the stage, from where the next one stores it; of the rest it puts what
+  HBM has room for there, and the others to the host at once. Each part takes whole tiles.
+  """
+
+  def __init__(self, hbm_rows, host_rows, staging_rows, tile):
+    self.hbm, self.host = [None] * hbm_rows, [None] * host_rows
+    self.hbm_top = self.host_top = self.spilled = self.recomputed = 0
+    self.staging_rows, self.tile = -(-staging_rows // tile) * tile, tile
+    self.stage, self.staged_from, self.slots = [], 0, []
+
+  def push(self, rows):
+    """Notes in `slots` where the parts of the rows are; None where there is no room."""
+    self.flush()
+    hbm_room, host_room = len(self.hbm) - self.hbm_top, len(self.host) - self.host_top
+    head = min(len(rows), self.staging_rows, host_room)
+    in_hbm = min(len(rows) - head, hbm_room)
+    spilled = len(rows) - head - in_hbm
+    if head + spilled > host_room:
+      self.recomputed += 1
+      self.slots.append(None)
+      self.stage = []
+      return
+    self.slots.append((self.host_top, head, self.hbm_top, in_hbm, spilled))
+    self.stage, self.staged_from = rows[:head], self.host_top
+    self.hbm[self.hbm_top : self.hbm_top + in_hbm] = rows[head : head + in_hbm]
+    after = self.host_top + head
+    self.host[after : after + spilled] = rows[head + in_hbm :]
+    self.hbm_top += -(-in_hbm // self.tile) * self.tile
+    self.host_top += -(-(head + spilled) // self.tile) * self.tile
+    self.spilled += spilled
+
+  def flush(self):
+    self.host[self.staged_from : self.staged_from + len(self.stage)] = self.stage
+
+  def rows_of_all(self):
+    """Returns the rows of each push, last first: each is read while the head before it comes in."""
+    found, stage = [], self.stage  # As sealed, the last head is there and not in host memory.
+    for number in reversed(range(len(self.slots))):
+      slot = self.slots[number]
+      if slot is None:
+        found.append(None)
+      else:
+        host, head, hbm, in_hbm, spilled = slot
+        spill = self.host[host + head : host + head + spilled]
+        found.append([*stage, *self.hbm[hbm : hbm + in_hbm], *spill])
+      before = self.slots[number - 1] if number else None
+      stage = self.host[before[0] : before[0] + before[1]] if before else []
+    return found[::-1]
+
+
+def numbered(sizes):
+  """Returns so many rows for each push, no two alike."""
+  return [[(push, row) for row in range(rows)] for push, rows in enumerate(sizes)]
+
+
+def pushed(sizes, *tiers):
+  stash = TwoTiers(*tiers)
+  for rows in numbered(sizes):
+    stash.push(rows)
+  return stash
+
+
+@given(
+  rows=st.integers(1, 200),
+  staging_rows=st.integers(0, 300),
+  layers=st.integers(1, 6),
+  tile=st.sampled_from([8, 32]),
+)
+def test_a_stash_of_these_tiers_holds_exactly(rows, staging_rows, layers, tile):
+  hbm, host = sizing.tier_rows(rows, staging_rows, layers, row_alignment=tile)
+  sizes = [rows] * layers
+  stash = pushed(sizes, hbm, host, staging_rows, tile)
+  assert (stash.recomputed, stash.spilled) == (0, 0)
+  assert (stash.hbm_top, stash.host_top) == (hbm, host)
+  assert stash.rows_of_all() == numbered(sizes)
+  assert hbm + host == layers * -(-rows // tile) * tile
+  # With a tile less of either, there is no room for the last push.
+  if host:
+    assert pushed(sizes, hbm, host - tile, staging_rows, tile).recomputed
+  if hbm:
+    assert pushed(sizes, hbm - tile, host, staging_rows, tile).recomputed
+
+
+@given(
+  sizes=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+  staging_rows=st.integers(0, 60),
+  tile=st.sampled_from([8, 32]),
+  data=st.data(),
+)
+def test_layers_that_differ_share_both_tiers(sizes, staging_rows, tile, data):
+  """However they are divided, the tiles of both hold what one tier of as many rows would."""
+  tiles = sum(-(-rows // tile) for rows in sizes)
+  in_hbm = data.draw(st.integers(0, tiles))
+  tiers = tile * in_hbm, tile * (tiles - in_hbm)
+  stash = pushed(sizes, *tiers, staging_rows, tile)
+  assert stash.recomputed == 0
+  assert stash.hbm_top + stash.host_top == tile * tiles
+  assert stash.rows_of_all() == numbered(sizes)
+
+
+def test_tiers_at_their_ends():
+  assert sizing.tier_rows(20, 0, 3) == (3 * 24, 0)  # All of it in HBM,
+  assert sizing.tier_rows(20, 20, 3) == sizing.tier_rows(20, 10**9, 3) == (0, 3 * 24)  # or none.
+  assert sizing.tier_rows(20, 1, 3) == (3 * 16, 3 * 8)
+  assert sizing.tier_rows(20, 1, 3, row_alignment=32) == (0, 3 * 32)
+  tiers = sizing.tier_rows(np.int32(65_536), np.int32(51_568), np.int32(58))
+  assert tiers == (810_144, 2_990_944) and sum(tiers) == 58 * 65_536
+  assert (tiers.capacity_rows, tiers.host_capacity_rows) == tiers
+
+
+def test_hidden_rows():
+  """A row of 7168 bfloat16 takes 14,336 bytes: in a second, at so many bytes a second, 1000."""
+  assert sizing.hidden_rows(1, [ROUTED_ROW], 14_336_000) == 1000
+  assert sizing.hidden_rows(1, [ROUTED_ROW], 14_335_999) == 992  # One of them is not through.
+  assert sizing.hidden_rows(0.1, [ROUTED_ROW], 143_360_000) == 1000  # As written: a tenth.
+  assert sizing.hidden_rows(1e-9, [ROUTED_ROW], 1e9) == 0
+  assert sizing.hidden_rows(1, [ROUTED_ROW] * 2, 14_336_000) == 496
+  # As wide as a stash holds them, and with one-byte elements in tiles of 32.
+  row = lambda width, dtype: [jax.ShapeDtypeStruct(width, dtype)]
+  assert sizing.hidden_rows(1, row((130,), jnp.bfloat16), 512_000) == 1000
+  assert sizing.hidden_rows(1, row((2, 64), jnp.float8_e4m3fn), 128_000) == 992
+  assert sizing.hidden_rows(1, row((), jnp.float32), 512_000) == 1000
+
+
+@given(
+  milliseconds=st.integers(1, 10**6),
+  speed=st.integers(1, 10**11),
+  widths=st.lists(st.integers(1, 8).map(lambda lanes: 128 * lanes), min_size=1, max_size=3),
+)
+def test_hidden_rows_are_the_most_that_are_through(milliseconds, speed, widths):
+  residuals = [jax.ShapeDtypeStruct((width,), jnp.bfloat16) for width in widths]
+  seconds = fractions.Fraction(milliseconds, 1000)
+  rows = sizing.hidden_rows(seconds, residuals, speed)
+  assert rows % 8 == 0
+  assert sizing.residual_bytes(rows, residuals) <= seconds * speed
+  assert sizing.residual_bytes(rows + 8, residuals) > seconds * speed
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    ((0, [ROUTED_ROW], 1), "seconds=0 must be a finite number above zero"),
+    ((math.nan, [ROUTED_ROW], 1), "seconds=nan must be a finite number above zero"),
+    ((1, [ROUTED_ROW], -1), "host_bytes_per_second=-1 must be a finite number above zero"),
+    ((1, [ROUTED_ROW], math.inf), "host_bytes_per_second=inf must be a finite number above zero"),
+    ((1, [], 1), r"residuals=\[\] must have elements: nothing is to be moved"),
+    ((1, None, 1), r"residuals=None must be a list of jax.ShapeDtypeStruct\(row_shape, dtype\)."),
+  ],
+)
+def test_hidden_rows_names_the_value(arguments, message):
+  with pytest.raises(ValueError, match=f"^{message}$"):
+    sizing.hidden_rows(*arguments)
+
+
+@pytest.mark.parametrize(
+  "change, message",
+  [
+    (dict(rows_per_layer=0), "rows_per_layer=0 must be a positive integer"),
+    (dict(rows_per_layer=1.5), "rows_per_layer=1.5 must be a positive integer"),
+    (dict(staging_rows=-8), "staging_rows=-8 must be an integer, zero or more"),
+    (dict(staging_rows=True), "staging_rows=True must be an integer, zero or more"),
+    (dict(layers=0), "layers=0 must be a positive integer"),
+    (dict(row_alignment=0), "row_alignment=0 must be a positive integer"),
+  ],
+)
+def test_tier_rows_names_the_value(change, message):
+  good = dict(rows_per_layer=10, staging_rows=8, layers=2)
+  with pytest.raises(ValueError, match=f"^{message}$"):
+    sizing.tier_rows(**(good | change))
