@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from bench.fit.model_sizes import ModelSize, PRESETS
-from bench.plan import choices, memory, table
+from bench.kernels import cases
+from bench.plan import choices, memory, table, tiers
 from bench.plan.setup import BEFORE, BEHIND, NAMES, Setup
 from tests.helpers.checks import long
 
@@ -34,7 +35,7 @@ def setup_of(size=SMALL, routing_weights=BEFORE, devices=4, **changed):
 
 def choice_of(placement, names=GATE_AND_UP, margin=1.0):
   placements = {name: placement if name in names else "remat" for name in NAMES}
-  return choices.Choice(placements, margin if placement == "stash" else None)
+  return choices.Choice(placements, margin if placement in choices.STASHES else None)
 
 
 # The compiler's, of `make fit`: docs/deepseek-v3.md. In GB, on 256 devices of v5p and on 512 of
@@ -94,6 +95,94 @@ def test_memory_by_hand():
   assert memory.host_arrays(setup, offload) == [3 * narrow, 3 * wide]
 
 
+def test_memory_of_two_tiers_by_hand():
+  setup = setup_of()
+  one = memory.hbm_parts(setup, choice_of("stash", margin=1.3))
+  choice = choices.Choice(choice_of("stash_host").placements, 1.3, staging_rows=16)
+  two = memory.hbm_parts(setup, choice)
+  row = 2 * 256 * 2
+  # Of 48 rows of each of 3 layers 16 are in host memory, and 16 in the stage.
+  assert two == one | {"stash": 3 * 32 * row, "in flight": 16 * row}
+  assert memory.host_arrays(setup, choice) == 2 * [3 * 16 * row // 2]
+
+
+def test_a_layer_stages_the_fewest_rows_with_which_it_fits():
+  of = choice_of("stash_host", margin=1.3)
+  row, layers = 2 * 256 * 2, 3
+  hbm = lambda choice: sum(memory.hbm_parts(setup_of(), choice).values())
+  all_in_hbm = hbm(of)
+  assert all_in_hbm == hbm(choice_of("stash", margin=1.3))
+  # A row less in HBM for each layer but one, whose rows are in the stage.
+  for short, staged in (1, 8), (8 * row * (layers - 1), 8), (8 * row * (layers - 1) + 1, 16):
+    found = tiers.with_staging(setup_of(hbm_bytes=all_in_hbm - short), of)
+    assert found.staging_rows == staged
+    assert hbm(found) <= all_in_hbm - short
+  most = 48 * row * (layers - 1)
+  assert tiers.with_staging(setup_of(hbm_bytes=all_in_hbm - most), of).staging_rows == 48
+  assert tiers.with_staging(setup_of(hbm_bytes=all_in_hbm - most - 1), of) is None
+  assert tiers.with_staging(setup_of(hbm_bytes=all_in_hbm), of) is None
+  of_one = setup_of(dataclasses.replace(SMALL, layers=1), hbm_bytes=10**6)
+  assert tiers.with_staging(of_one, of) is None  # Its rows are in the stage.
+  assert tiers.with_staging(of_one, choice_of("stash")) == choice_of("stash")
+
+
+def deepseek_v3(**changed):
+  """On v5p, as far as the link and the matmuls go."""
+  fields = dict(host_bandwidth=15e9, peak_flops=459e12, hbm_bandwidth=2765e9)
+  return setup_of(DEEPSEEK_V3, devices=256, **fields | changed)
+
+
+def test_when_recomputing_is_cheaper():
+  """The figures of docs/host.md: of 65,536 rows, 8,192 bytes each of gate and up."""
+  setup = deepseek_v3()
+  matmul = 2 * 65_536 * 7168 * 2048 / 459e12
+  assert setup.hiding_seconds == pytest.approx(3 * matmul) and round(1e3 * matmul, 2) == 4.19
+  assert tiers.hidden_rows(setup, GATE_AND_UP) == int(3 * matmul * 15e9 / 8192) // 8 * 8 == 23_024
+  of_layer = deepseek_v3(forward_seconds=0.049)
+  assert tiers.hidden_rows(of_layer, GATE_AND_UP) == int(0.049 * 15e9 / 8192) // 8 * 8
+  share = tiers.spill_share(setup, GATE_AND_UP)
+  assert share == pytest.approx(2 * matmul / (2 * 65_536 * 8192 / 15e9))
+  assert round(100 * share) == 12
+  behind = deepseek_v3(routing_weights=BEHIND)
+  assert tiers.spill_share(behind, ["mlpwo"]) == pytest.approx(
+    matmul / (2 * 65_536 * 14_336 / 15e9)
+  )
+  assert tiers.spill_share(setup, ["mlpwo"]) == 0  # Which nothing needs then.
+
+
+def test_two_tiers_are_chosen_when_they_pay():
+  """Of HBM for half of the rows: while the link keeps up; and not at a tenth of its speed."""
+  stash = choice_of("stash")
+  needed = sum(memory.hbm_parts(deepseek_v3(), stash).values())
+  fields = dict(hbm_bytes=needed - 58 * 65_536 * 8192 // 2, host_bytes=10**11)
+  every = [choice_of("remat"), stash, choice_of("stash_host")]
+  rows = table.rows_of(deepseek_v3(forward_seconds=0.049, **fields), every)
+  assert [row.obstacle for row in rows] == [None, None, "HBM"]
+  best, remat, _ = rows
+  assert best.choice.staging_rows == 33_344 and remat.choice == every[0]
+  assert best.cost.waiting == 0 and best.hbm_bytes <= fields["hbm_bytes"]
+  assert best.host_bytes == 58 * best.choice.staging_rows * 8192
+  # Behind its own matmuls alone 23,024 rows hide: the others wait, which costs what it says.
+  slow = deepseek_v3(**fields)
+  rows = table.rows_of(slow, every)
+  cost = {row.choice.staging_rows: row.cost for row in rows}[33_344]
+  late = 33_344 * 8192 / 15e9 - slow.hiding_seconds
+  assert cost.waiting == pytest.approx(late / (3 * slow.hiding_seconds))
+  assert rows[0].choice.staging_rows  # Waiting costs 14.9% of the matmuls, replaying two 22.2%.
+  rows = table.rows_of(dataclasses.replace(slow, host_bandwidth=1.5e9), every)
+  assert rows[0].choice == every[0]
+  # Without a row that HBM has no room for there is nothing to send.
+  rows = table.rows_of(deepseek_v3(hbm_bytes=needed), every)
+  assert {row.choice.staging_rows for row in rows} == {0} and len(rows) == 2
+
+
+def test_links_to_the_host_have_sources():
+  assert {*cases.HOST_LINKS} < {*cases.BANDWIDTH}
+  for link in cases.HOST_LINKS.values():
+    assert link.source.startswith("https://") and 1e9 < link.bytes_per_second < 1e11
+  assert [chip for chip, link in cases.HOST_LINKS.items() if link.is_assumed] == ["v5p"]
+
+
 def test_rows_of_a_stash_are_padded_to_lanes():
   setup = setup_of(dataclasses.replace(SMALL, hidden=130))
   assert memory.hbm_parts(setup, choice_of("stash"))["stash"] == 3 * 32 * 2 * 256 * 2
@@ -139,6 +228,14 @@ def test_cost_by_hand():
   assert traffic(choice_of("stash"), {1.0: 0.25}) == pytest.approx(
     gather + stash + 0.25 * 2 * 32 * narrow
   )
+  # Of two tiers: 16 rows of each layer go through HBM once more each way, and over the link.
+  two = choices.Choice(choice_of("stash_host").placements, 1.0, staging_rows=16)
+  assert traffic(two, {1.0: 0.0}) == pytest.approx(gather + stash + 2 * 2 * 16 * narrow)
+  cost = choices.cost_of(setup, two, {1.0: 0.0})
+  assert cost.waiting * total == pytest.approx(2 * 16_384 / 1e8 - total)
+  hides = lambda seconds: setup_of(forward_seconds=seconds)
+  assert choices.cost_of(hides(16_384 / 1e8), two, {1.0: 0.0}).waiting == 0
+  assert choices.cost_of(hides(1e-4), two, {1.0: 0.0}).waiting * total == pytest.approx(6.384e-5)
   # 65,536 bytes go out while 3 matmuls run, and come back while 6 do.
   cost = choices.cost_of(setup, choice_of("offload"), {})
   assert cost.waiting * total == pytest.approx(2 * 65_536 / 1e8 - total)
@@ -152,11 +249,14 @@ def test_choices():
   assert groups == [["mlpwi_0", "mlpwi_1"], ["x_sorted"]]
   assert len(choices.useful(setup_of(routing_weights=BEHIND), [["mlpwo"], ["x_sorted"]])) == 2
   found = list(choices.choices_of(setup_of(), groups, [1.0, 1.25]))
-  assert len(found) == 3 * 3 + 2 * (4 * 4 - 3 * 3)
-  assert all((choice.margin is None) == (not choice.names_in("stash")) for choice in found)
+  of_a_stash = 4 * 4 - 3 * 3
+  assert len(found) == 3 * 3 + 2 * 2 * of_a_stash
+  assert all((choice.margin is None) == (not choice.names_in(*choices.STASHES)) for choice in found)
+  assert not any(choice.names_in("stash") and choice.names_in("stash_host") for choice in found)
   assert all(choice.placements["mlpwi_0"] == choice.placements["mlpwi_1"] for choice in found)
   found = list(choices.choices_of(setup_of(host_bandwidth=0), groups, [1.0]))
-  assert len(found) == 3 * 3 and not any(choice.names_in("offload") for choice in found)
+  assert len(found) == 3 * 3
+  assert not any(choice.names_in("offload", "stash_host") for choice in found)
 
 
 def test_more_room_recomputes_less():
@@ -198,9 +298,31 @@ def test_what_to_paste():
     "  python -m pallas_stash.integrations.maxtext train CONFIG \\",
     "    remat_policy=custom moe_mlpwi_0=stash moe_mlpwi_1=stash stash_capacity=1.25",
   ]
+  two = choices.Choice(choice_of("stash_host").placements, 1.25, staging_rows=16)
+  assert table.paste_of(setup, two) == [
+    "Plain:",
+    '  policy = ps.policy_by_name({"mlpwi_0": "stash_host", "mlpwi_1": "stash_host"})',
+    "  layer = jax.checkpoint(layer, policy=policy)",
+    "  model = ps.threaded(model, capacity_rows=72, host_capacity_rows=48, staging_rows=16)",
+    "MaxText has no setting for a stash of two tiers.",
+  ]
   pasted = table.paste_of(setup, choice_of("device"))
   assert not [line for line in pasted if "threaded" in line or "stash" in line]
   assert pasted[-1].endswith("moe_mlpwi_1=device")
+
+
+def test_the_report_of_two_tiers():
+  setup = deepseek_v3(hbm_bytes=60 * 10**9, host_bytes=10**11)
+  rows = table.rows_of(setup, [choice_of("remat"), choice_of("stash_host")])
+  lines = table.report(setup, rows, [GATE_AND_UP])
+  staged = rows[0].choice.staging_rows
+  assert lines[0].split()[:3] == ["mlpwi_0+mlpwi_1", "margin", "staged"]
+  assert lines[1].split()[:3] == ["stash_host", "1", str(staged)]
+  assert lines[2].split()[:3] == ["remat", "-", "-"]
+  text = " ".join(lines)
+  assert f"Each layer stages {staged} rows for the host; 23024 hide behind a forward pass" in text
+  assert "where they are more than 12% of a layer's, recomputing it takes less time." in text
+  assert max(map(len, lines)) <= 100
 
 
 def test_where_nothing_fits_it_says_what_the_least_takes():
@@ -241,7 +363,9 @@ def test_the_page_shows_what_it_prints(tmp_path):
   assert process.returncode == 0, process.stderr
   assert f"```text\n{process.stdout}```" in page
   rows = json.loads((tmp_path / "plan.json").read_text())
-  assert len(rows) == 3 * 3 + 4 * 7
+  of_two_tiers = [row for row in rows if row["choice"]["staging_rows"]]
+  assert len(rows) - len(of_two_tiers) == 3 * 3 + 4 * 7
+  assert 0 < len(of_two_tiers) < 4 * 7  # Not where all fits, or nothing would.
   assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 

@@ -1,5 +1,7 @@
 """The cases of the kernel benchmark, and the floor that memory bandwidth puts under each."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from bench.kernels.alternatives import ALTERNATIVES
@@ -10,6 +12,30 @@ from bench.kernels.alternatives import ALTERNATIVES
 BANDWIDTH = {"v5e": 819e9, "v5p": 2765e9, "v6e": 1640e9, "tpu7x": 7370e9 / 2}
 PEAK_FLOPS = {"v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "tpu7x": 2307e12 / 2}
 CLOCK = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 1.9e9}
+
+
+class HostLink(NamedTuple):
+  """The link, PCIe, between one JAX device and its host.
+
+  Attributes:
+    bytes_per_second: in one direction.
+    is_assumed: whether nothing that is published says it of this chip.
+    source: where it is from.
+  """
+
+  bytes_per_second: float
+  is_assumed: bool
+  source: str
+
+
+# Google publishes none of them with its chips. Those who write JAX do, rounded, in "How to Scale
+# Your Model", of which this is the page. Of tpu7x it says nothing.
+_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
+HOST_LINKS = {
+  "v5e": HostLink(15e9, False, f"{_BOOK}, question 6, of v5e: 1.5e10 each link"),
+  "v5p": HostLink(15e9, True, f"{_BOOK}: typically around 1.6e10, v5p not named; that of v5e"),
+  "v6e": HostLink(32e9, False, f"{_BOOK}: 3.2e10 for TPU v6e"),
+}
 
 # Worst-case rows and width: DeepSeek-V3, its narrow activations, Mixtral, Qwen3-235B.
 SHAPES = {

@@ -10,10 +10,10 @@ from bench.fit import imbalance
 from bench.plan.setup import NAMES, Setup
 from bench.traffic import account
 
-PLACEMENTS = "remat", "device", "offload", "stash"
+STASHES = "stash", "stash_host"  # All in HBM; and the first rows of each layer in host memory.
+PLACEMENTS = "remat", "device", "offload", "stash", "stash_host"
 MATMULS = sum(many for *_, many in account.MATMULS)  # of a layer, forward and backward
-FORWARD = 3  # of them
-WAYS = {"device": "saved", "offload": "offloaded", "stash": "checkpoint"}
+WAYS = {"device": "saved", "offload": "offloaded", **dict.fromkeys(STASHES, "checkpoint")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +23,15 @@ class Choice:
   Attributes:
     placements: for each name, one of `PLACEMENTS`.
     margin: of the stash, rows to those of balanced routing; None without.
+    staging_rows: that each layer sends to the host, of a stash of two tiers.
   """
 
   placements: Mapping[str, str]
   margin: float | None
+  staging_rows: int = 0
 
-  def names_in(self, placement: str) -> list[str]:
-    return [name for name, where in self.placements.items() if where == placement]
+  def names_in(self, *placements: str) -> list[str]:
+    return [name for name, where in self.placements.items() if where in placements]
 
 
 def useful(setup: Setup, groups: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -42,13 +44,18 @@ def useful(setup: Setup, groups: Sequence[Sequence[str]]) -> list[list[str]]:
 def choices_of(
   setup: Setup, groups: Sequence[Sequence[str]], margins: Sequence[float]
 ) -> Iterator[Choice]:
-  """Yields every choice: names of a group are in one place, those of none are made again."""
-  possible = [p for p in PLACEMENTS if p != "offload" or setup.host_bandwidth]
+  """Yields every choice: names of a group are in one place, those of none are made again.
+
+  A stash is of one tier or of two: of two that hold different names, one would send the same bytes.
+  """
+  possible = [p for p in PLACEMENTS if p not in ("offload", "stash_host") or setup.host_bandwidth]
   for places in itertools.product(possible, repeat=len(groups)):
+    if {*STASHES} <= {*places}:
+      continue
     placements = dict.fromkeys(NAMES, "remat")
     for group, place in zip(groups, places, strict=True):
       placements |= dict.fromkeys(group, place)
-    for margin in margins if "stash" in places else [None]:
+    for margin in margins if {*STASHES} & {*places} else [None]:
       yield Choice(placements, margin)
 
 
@@ -86,12 +93,12 @@ class Cost:
 def cost_of(setup: Setup, choice: Choice, shares: Mapping[float, float]) -> Cost:
   """Returns the cost of a choice; `shares` are those of `recomputed_shares`."""
   layer, share = setup.layer, shares.get(choice.margin, 0.0)
-  matmul = 2 * layer.rows * layer.width * layer.hidden / setup.peak_flops
-  total = MATMULS * matmul
-  part_made_again = {"remat": 1.0, "stash": share, "device": 0.0, "offload": 0.0}
+  total = MATMULS * setup.matmul_seconds
+  part_made_again = {"remat": 1.0, "device": 0.0, "offload": 0.0, **dict.fromkeys(STASHES, share)}
   made_again = {name: part_made_again[place] for name, place in choice.placements.items()}
   replays = sum(made_again[name] for name in setup.needed)
-  moved = host = 0
+  # What is staged is read once more on its way out, and written once more when it comes back.
+  moved = host = 2 * choice.staging_rows * setup.stash_row_bytes(choice.names_in("stash_host"))
   for name, place in choice.placements.items():
     width = setup.width(name)
     if place != "remat":
@@ -102,6 +109,6 @@ def cost_of(setup: Setup, choice: Choice, shares: Mapping[float, float]) -> Cost
     elif name in setup.needed:  # A matmul writes its result again.
       moved += made_again[name] * layer.rows * width * account.ITEMSIZE
   one_way = host / 2 / setup.host_bandwidth if host else 0
-  hidden = FORWARD * matmul, total - FORWARD * matmul + replays * matmul
+  hidden = setup.hiding_seconds, 2 * setup.hiding_seconds + replays * setup.matmul_seconds
   waiting = sum(max(one_way - seconds, 0) for seconds in hidden)
   return Cost(replays / MATMULS, moved / setup.hbm_bandwidth / total, waiting / total)

@@ -23,9 +23,10 @@ from bench.kernels import cases
 from bench.plan import plot, setup, table
 from bench.plan.choices import choices_of, useful
 from bench.tpu import aot
-from bench.traffic.table import HOST_BANDWIDTH
 
-# GB of memory for a device, of machine types with 4 chips as commonly quoted; a tpu7x is two.
+# GB of memory for a device, of machine types with 4 chips, as
+# https://cloud.google.com/tpu/docs/tpu7x states it of all but v5e, whose is commonly quoted; a
+# tpu7x is two devices.
 HOST_GB = {"v5e": 192 / 4, "v5p": 448 / 4, "v6e": 720 / 4, "tpu7x": 960 / 8}
 
 MODEL = flags.DEFINE_enum("model", "deepseek-v3", PRESETS, "Whose published sizes to take.")
@@ -62,6 +63,13 @@ HOST_MEMORY_GB = flags.DEFINE_float(
 )
 HOST_GB_PER_SECOND = flags.DEFINE_float(
   "host_gb_per_second", None, "To the host in one direction, of a device.", 0.001
+)
+FORWARD_MS = flags.DEFINE_float(
+  "forward_ms",
+  None,
+  "Of a layer's forward pass, attention and all, behind which transfers hide; not given, that of"
+  " its three matmuls at peak, the least that it can be.",
+  0.001,
 )
 ONLY_BEST = flags.DEFINE_bool(
   "only_best", False, "Leave out what another choice beats in memory, host memory and time."
@@ -107,6 +115,9 @@ def main(args):
   print(title, "", *table.report(planned, shown, groups), sep="\n")
   if not planned.host_bandwidth:
     print(f"Without offload: give --host_gb_per_second, which is not known of {CHIP.value}.")
+  elif any(row.host_bytes for row in shown) and _is_assumed():
+    speed = f"{planned.host_bandwidth / 1e9:g} GB/s"
+    print(f"Assumed: {speed} to the host, which is not published of {CHIP.value}.")
   output = pathlib.Path(OUTPUT.value)
   output.mkdir(parents=True, exist_ok=True)
   (output / "plan.json").write_text(
@@ -114,6 +125,10 @@ def main(args):
   )
   plot.plot(rows, planned.hbm_bytes, title).savefig(output / "plan.png", dpi=150)
   print(f"plan: wrote plan.json and plan.png to {output}", file=sys.stderr)
+
+
+def _is_assumed():
+  return HOST_GB_PER_SECOND.value is None and cases.HOST_LINKS[CHIP.value].is_assumed
 
 
 def setup_of_flags() -> setup.Setup:
@@ -124,7 +139,8 @@ def setup_of_flags() -> setup.Setup:
   """
   changed = {name: flag.value for name, flag in SIZES.items() if flag.value is not None}
   chip, given = CHIP.value, lambda flag, default: default if flag.value is None else flag.value
-  host_bandwidth = given(HOST_GB_PER_SECOND, HOST_BANDWIDTH.get(chip, 0) / 1e9)
+  link = cases.HOST_LINKS.get(chip)
+  host_bandwidth = given(HOST_GB_PER_SECOND, link.bytes_per_second / 1e9 if link else 0)
   return setup.Setup(
     size=dataclasses.replace(PRESETS[MODEL.value], **changed),
     devices=DEVICES.value,
@@ -139,4 +155,5 @@ def setup_of_flags() -> setup.Setup:
     host_bandwidth=1e9 * host_bandwidth,
     peak_flops=cases.PEAK_FLOPS[chip],
     busiest=BUSIEST.value,
+    forward_seconds=None if FORWARD_MS.value is None else FORWARD_MS.value / 1e3,
   )

@@ -8,12 +8,9 @@ buffers of the compiled step, as XLA makes it for v5p; it might hold less.
 
 import dataclasses
 
-from bench.plan.choices import Choice
+from bench.plan.choices import Choice, STASHES
 from bench.plan.setup import BEFORE, Setup
 from bench.traffic.account import ITEMSIZE
-from pallas_stash.kernels.tiling import round_up
-
-LANES = 128  # A row of a stash takes a multiple of this many elements.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +43,7 @@ def moments_of(setup: Setup, choice: Choice) -> dict[str, Moment]:
     # The results themselves, and their part in the gradient of the routing weights, a sum over the
     # gradient of the tokens.
     moments["gradient of wo"] = Moment(wide=4, narrow=3, matrices=3, tokens=1 + 2)
-  elif "stash" in (choice.placements["mlpwi_0"], choice.placements["mlpwi_1"]):
+  elif {"mlpwi_0", "mlpwi_1"} & {*choice.names_in(*STASHES)}:
     # They come out of a conditional, so that nothing takes their place: they are there themselves,
     # as is the gradient of the hidden rows; and the tokens that it would recompute them of.
     moments["gradient of wo"] = Moment(wide=2, narrow=6, matrices=3, tokens=1)
@@ -71,8 +68,9 @@ def hbm_parts(setup: Setup, choice: Choice) -> dict[str, int]:
   size = setup.size
   experts = size.layers * size.num_experts * 3 * size.width * size.hidden // setup.devices
   parameters = experts + size.layers * size.width * size.num_experts  # Each has all the routers.
-  row_widths = [round_up(setup.width(name), LANES) for name in choice.names_in("stash")]
-  capacity = setup.capacity_rows(choice.margin) if row_widths else 0
+  row_bytes = setup.stash_row_bytes(choice.names_in(*STASHES))
+  staged_bytes = choice.staging_rows * setup.stash_row_bytes(choice.names_in("stash_host"))
+  rows = setup.tier_rows(choice.margin, choice.staging_rows).capacity_rows if row_bytes else 0
   moments = moments_of(setup, choice).values()
   return {
     "parameters": parameters * setup.parameter_bytes,
@@ -82,14 +80,18 @@ def hbm_parts(setup: Setup, choice: Choice) -> dict[str, int]:
     # And of the layer that runs, its input once more, and the gradient of its output.
     "inputs of layers": (size.layers + 2) * setup.token_bytes,
     "kept": size.layers * setup.worst_case_bytes(choice.names_in("device")),
-    "stash": capacity * sum(row_widths) * ITEMSIZE,
+    "stash": rows * row_bytes,
     # What one layer sends to the host, or gets from there, while another one runs.
-    "in flight": setup.worst_case_bytes(choice.names_in("offload")),
+    "in flight": setup.worst_case_bytes(choice.names_in("offload")) + staged_bytes,
     "one layer": max(moment_bytes(setup, moment) for moment in moments),
   }
 
 
 def host_arrays(setup: Setup, choice: Choice) -> list[int]:
   """Returns the bytes of each array in host memory: a name, of all layers."""
-  names = choice.names_in("offload")
-  return [setup.size.layers * setup.worst_case_bytes([name]) for name in names]
+  offloaded = [
+    setup.size.layers * setup.worst_case_bytes([name]) for name in choice.names_in("offload")
+  ]
+  names = choice.names_in("stash_host")
+  rows = setup.tier_rows(choice.margin, choice.staging_rows).host_capacity_rows if names else 0
+  return [*offloaded, *(rows * setup.stash_row_bytes([name]) for name in names)]

@@ -8,7 +8,13 @@ from matplotlib.ticker import StrMethodFormatter
 from bench.plan.table import Row
 
 # The first that a choice has some of gives a point its colour.
-COLORS = {"stash": "#d95f02", "device": "#08306b", "offload": "#7570b3", "remat": "#6baed6"}
+COLORS = {
+  "stash_host": "#1b9e77",
+  "stash": "#d95f02",
+  "device": "#08306b",
+  "offload": "#7570b3",
+  "remat": "#6baed6",
+}
 LIMIT = "#b2182b"
 
 

@@ -6,9 +6,11 @@ import functools
 from bench.fit.model_sizes import ModelSize
 from bench.traffic import account, table
 from pallas_stash import sizing
+from pallas_stash.kernels.tiling import LANES, round_up
 
 BEFORE, BEHIND = "before", "behind"  # where the weights are multiplied in: the down projection
 NAMES = "mlpwi_0", "mlpwi_1", "mlpwo", "x_sorted"
+FORWARD_MATMULS = 3  # of the nine of a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Setup:
     hbm_bandwidth, host_bandwidth: bytes a second; to the host in one direction, 0 if not known.
     peak_flops: of matmuls, in a second.
     busiest: rows of the busiest device of a layer, as a multiple of the mean.
+    forward_seconds: of a layer, all of it; None: that of its three matmuls, at peak.
   """
 
   size: ModelSize
@@ -41,6 +44,7 @@ class Setup:
   host_bandwidth: float
   peak_flops: float
   busiest: float
+  forward_seconds: float | None = None
 
   def __post_init__(self):
     devices, expert_axis = self.devices, self.size.expert_axis
@@ -64,6 +68,16 @@ class Setup:
     return NAMES[:2] if self.routing_weights == BEFORE else NAMES[:3]
 
   @property
+  def matmul_seconds(self) -> float:
+    """Of one grouped matmul of balanced routing, at peak."""
+    return 2 * self.layer.rows * self.layer.width * self.layer.hidden / self.peak_flops
+
+  @property
+  def hiding_seconds(self) -> float:
+    """Of a layer's forward pass: what is sent to the host meanwhile, nothing waits for."""
+    return self.forward_seconds or FORWARD_MATMULS * self.matmul_seconds
+
+  @property
   def token_bytes(self) -> int:
     """Bytes of the tokens of a device, between layers."""
     return self.size.batch * self.size.seq * self.size.width * account.ITEMSIZE
@@ -75,5 +89,14 @@ class Setup:
     """Bytes of residuals of one layer, at worst-case size."""
     return sum(self.layer.worst_case_rows * self.width(name) * account.ITEMSIZE for name in names)
 
+  def stash_row_bytes(self, names) -> int:
+    """Bytes of a row of residuals as a stash holds them."""
+    return sum(round_up(self.width(name), LANES) for name in names) * account.ITEMSIZE
+
   def capacity_rows(self, margin: float) -> int:
     return sizing.capacity_rows(*self.routing, layers=self.size.layers, margin=margin)
+
+  def tier_rows(self, margin: float, staging_rows: int) -> sizing.TierRows:
+    """Returns the rows of both tiers, of which there are as many as `capacity_rows`."""
+    layers = self.size.layers
+    return sizing.tier_rows(self.capacity_rows(margin) // layers, staging_rows, layers)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import textwrap
 
-from bench.plan import memory
+from bench.plan import memory, tiers
 from bench.plan.choices import Choice, Cost, cost_of, recomputed_shares
 from bench.plan.setup import BEFORE, Setup
 
@@ -36,7 +36,11 @@ class Row:
 
 
 def rows_of(setup: Setup, choices: Sequence[Choice]) -> list[Row]:
-  """Returns a row for each choice: first those that fit, the quickest first."""
+  """Returns a row for each choice: first those that fit, the quickest first.
+
+  A stash of two tiers sends to the host what HBM has no room for; without such rows it has none.
+  """
+  choices = [staged for choice in choices if (staged := tiers.with_staging(setup, choice))]
   margins = sorted({choice.margin for choice in choices} - {None})
   shares = recomputed_shares(setup, margins)
   rows = [_row_of(setup, choice, shares) for choice in choices]
@@ -69,8 +73,9 @@ def not_beaten(rows: Sequence[Row]) -> list[Row]:
 
 def lines_of(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
   """Returns the lines of the table."""
-  head = [*map("+".join, groups), "margin", "HBM GB", "host GB", "FLOPs", "traffic", "link", "cost"]
-  cells = [[*head, "fits"], *(_cells(row, groups) for row in rows)]
+  staged = ["staged"] if any(row.choice.staging_rows for row in rows) else []
+  head = [*map("+".join, groups), "margin", *staged, "HBM GB", "host GB", "FLOPs", "traffic"]
+  cells = [[*head, "link", "cost", "fits"], *(_cells(row, groups, bool(staged)) for row in rows)]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   lines = []
   for line in cells:
@@ -81,11 +86,12 @@ def lines_of(rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
   return lines
 
 
-def _cells(row, groups):
-  cost, margin = row.cost, row.choice.margin
+def _cells(row, groups, has_staged):
+  cost, margin, staged = row.cost, row.choice.margin, row.choice.staging_rows
   return [
     *(row.choice.placements[group[0]] for group in groups),
     "-" if margin is None else f"{margin:g}",
+    *([f"{staged}" if staged else "-"] if has_staged else []),
     f"{row.hbm_bytes / 1e9:.1f}",
     f"{row.host_bytes / 1e9:.1f}" if row.host_bytes else "-",
     f"{1 + cost.replayed:.3f}",
@@ -106,15 +112,24 @@ def paste_of(setup: Setup, choice: Choice) -> list[str]:
   ]
   settings = ["remat_policy=custom", *(f"moe_{name}={place}" for name, place in kept.items())]
   module = "maxtext.trainers.pre_train.train"
+  if choice.staging_rows:
+    rows = setup.tier_rows(choice.margin, choice.staging_rows)._asdict()
+    rows |= {"staging_rows": choice.staging_rows}
+    rows = ", ".join(f"{name}={value}" for name, value in rows.items())
+    plain.append(f"model = ps.threaded(model, {rows})")
+    return ["Plain:", *_indented(plain), "MaxText has no setting for a stash of two tiers."]
   if choice.margin is not None:
     plain.append(f"model = ps.threaded(model, capacity_rows={setup.capacity_rows(choice.margin)})")
     settings.append(f"stash_capacity={choice.margin:g}")
     module = "pallas_stash.integrations.maxtext train"
   of_maxtext = [f"python -m {module} CONFIG \\", f"  {' '.join(settings)}"]
-  indented = lambda lines: [f"  {line}" for line in lines]
   of_others = ", whose routing weights are behind: --routing_weights=behind plans for that"
   note = of_others if setup.routing_weights == BEFORE else ""
-  return ["Plain:", *indented(plain), f"MaxText{note}:", *indented(of_maxtext)]
+  return ["Plain:", *_indented(plain), f"MaxText{note}:", *_indented(of_maxtext)]
+
+
+def _indented(lines):
+  return [f"  {line}" for line in lines]
 
 
 def report(setup: Setup, rows: Sequence[Row], groups: Sequence[Sequence[str]]) -> list[str]:
@@ -136,4 +151,16 @@ def report(setup: Setup, rows: Sequence[Row], groups: Sequence[Sequence[str]]) -
       *textwrap.wrap(f"Nothing fits. The least takes {total}: {parts_of(least)}.", 100),
     ]
   of_best = textwrap.wrap(f"The best, in GB: {parts_of(best)}.", 100)
+  if best.choice.staging_rows:
+    of_best += textwrap.wrap(_of_tiers(setup, best.choice), 100)
   return [*lines, *of_best, "", *paste_of(setup, best.choice)]
+
+
+def _of_tiers(setup, choice):
+  names = choice.names_in("stash_host")
+  return (
+    f"Each layer stages {choice.staging_rows} rows for the host; {tiers.hidden_rows(setup, names)}"
+    f" hide behind a forward pass of {1e3 * setup.hiding_seconds:.1f} ms. Rows that are not staged,"
+    " and that HBM has no room for, go at once: where they are more than"
+    f" {tiers.spill_share(setup, names):.0%} of a layer's, recomputing it takes less time."
+  )

@@ -4,10 +4,6 @@ from bench.kernels import cases
 from bench.traffic import account
 from pallas_stash import sizing
 
-# Bytes a second between a device and its host, in one direction, as users report them: they are not
-# published.
-HOST_BANDWIDTH = {"v5p": 15e9, "v6e": 32e9}
-
 
 def layer_of(size):
   """Returns the `account.Layer` of a `ModelSize`, of balanced routing."""
@@ -53,7 +49,7 @@ def rows_of(chip, layer, cycles):
     replayed = milliseconds(line.replayed * matmul("gmm"))
     # What a kernel moves is hidden behind its matmuls, but for what the estimate says.
     cost = max(moved, in_kernels) if line.kernels else moved
-    host = HOST_BANDWIDTH.get(chip)
+    link = cases.HOST_LINKS.get(chip)
     rows.append(
       {
         "keeps": line.keeps,
@@ -63,7 +59,7 @@ def rows_of(chip, layer, cycles):
         "in_kernels_milliseconds": in_kernels if line.kernels else None,
         "replayed_milliseconds": replayed,
         "host_bytes": line.host_bytes,
-        "host_milliseconds": 1e3 * line.host_bytes / 2 / host if host else None,
+        "host_milliseconds": 1e3 * line.host_bytes / 2 / link.bytes_per_second if link else None,
         "part_of_matmuls": (cost + replayed) / total,
       }
     )
