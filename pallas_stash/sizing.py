@@ -280,8 +280,8 @@ def tier_rows(
     rows_per_layer: rows of a push.
     staging_rows: of `Stash.empty`, zero or more; see `hidden_rows`. Rounded up to `row_alignment`.
     layers: layers that push into the stash.
-    row_alignment: as of `capacity_rows`; with pages, of which `staging_rows` is to be a multiple,
-      those of a page.
+    row_alignment: each part of a push starts on a multiple of this many rows: 8, or 32 if any
+      residual has one-byte elements. A stash of two tiers has no pages.
 
   Returns:
     `layers * (rows - staged)` and `layers * staged`, with `rows` those of a push in whole tiles and

@@ -63,6 +63,7 @@ def test_three_lines_of_the_example_are_for_the_stash():
     "capacity.md",
     "choosing-residuals.md",
     once("debugging.md"),
+    once("host.md"),
     once("kernels.md"),
     once("pipelines.md"),
     "quickstart.md",

@@ -94,4 +94,6 @@ def host_arrays(setup: Setup, choice: Choice) -> list[int]:
   ]
   names = choice.names_in("stash_host")
   rows = setup.tier_rows(choice.margin, choice.staging_rows).host_capacity_rows if names else 0
+  # What moves is whole stages: behind the last row there is room for one.
+  rows += choice.staging_rows
   return [*offloaded, *(rows * setup.stash_row_bytes([name]) for name in names)]
