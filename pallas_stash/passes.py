@@ -154,7 +154,7 @@ class BackwardPass:
     Args are those of the whole pass. Of integers, too, the gradient is None.
     """
     given = stash, saved, d_out, args
-    half, are_late = self._part("early", given), self._are_late(given)
+    half, are_late = self._part("early", given), _are_late(self._part("late", given))
     are_early = half.are_made_of((True, False, True, False))
     paths = zip(_paths(args), jax.tree.leaves(args), strict=True)
     paths = [path for path, leaf in paths if _is_float(leaf)]
@@ -176,12 +176,9 @@ class BackwardPass:
     """
     given = stash, saved, d_out, args
     half, again = (self._part(part, given) for part in ("late", "again"))
-    evaluate = lambda part: lambda: part.evaluate(self._are_late(given))
-    return lax.cond(saved.is_stored[0], evaluate(half), evaluate(again))
-
-  def _are_late(self, given):
-    # In the late half all that comes of `d_out` is zero, and all else is of what the stash holds.
-    return self._part("late", given).are_made_of((True, False, False, False))
+    are_late = _are_late(half)
+    run_half, run_again = (lambda part=part: part.evaluate(are_late) for part in (half, again))
+    return lax.cond(saved.is_stored[0], run_half, run_again)
 
   def _part(self, part, given):
     check_type("stash", given[0], Stash, "the Stash that the passes thread")
@@ -230,7 +227,8 @@ class _Part:
     flags = [flag for flag, tree in pairs for _ in jax.tree.leaves(tree)]
     found, outs = made_of(self._jaxpr), self._jaxpr.outvars
     gradients = outs[len(outs) - self._num_gradients :]
-    return [is_variable(x) and any(flags[index] for index in found[x]) for x in gradients]
+    sources = [found.get(x, ()) if is_variable(x) else () for x in gradients]
+    return [any(flags[index] for index in of_one) for of_one in sources]
 
   def evaluate(self, is_wanted: Sequence[bool]) -> Any:
     """Returns the results, None for the gradients that are not wanted."""
@@ -240,6 +238,12 @@ class _Part:
     leaves = [leaf for leaf, used in leaves if used]
     outs = iter(jax.core.eval_jaxpr(jaxpr, self._consts, *leaves))
     return jax.tree.unflatten(self._structure, [next(outs) if is_ else None for is_ in is_wanted])
+
+
+def _are_late(late):
+  """Returns of each gradient whether it is of the late half, a `_Part`."""
+  # All that is made of `d_out` there is zero, and all else is made of what the stash holds.
+  return late.are_made_of((True, False, False, False))
 
 
 @dataclasses.dataclass(frozen=True)
