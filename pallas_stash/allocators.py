@@ -12,7 +12,7 @@ shard, as in `shard_map`.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -35,12 +35,14 @@ class Slot(NamedTuple):
       `pallas_stash.debug`; None without it.
     number: int32[shards], of the push among those into its stash, below 2**22 and then from 0
       again; the backward pass requires it.
+    host: where its rows in host memory are; None of a stash that has none.
   """
 
   start: jax.Array
   rows: jax.Array
   checksum: jax.Array | None = None
   number: jax.Array | None = None
+  host: Any = None
 
   def is_stored(self) -> jax.Array:
     """Returns bool[shards]."""

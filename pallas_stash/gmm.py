@@ -50,10 +50,10 @@ def gmm(
 
   On a TPU the matmul stores the rows as it loads them, and the gradient of `rhs` reads them in the
   stash: none is copied. With `group_offset` a push then takes up to 14 rows more than there are.
-  They are copied, with the same results, to a stash with pages, for a `grouped_matmul`, where row
-  tiles are no multiple of 16 or have more rows than the stash, and where tiles along k are no
-  multiple of 128 or do not divide the width of the stash. Groups that reach past the end of `lhs`
-  store nothing and count as invalid; their products are undefined.
+  They are copied, with the same results, to a stash with pages or host memory, for a
+  `grouped_matmul`, where row tiles are no multiple of 16 or have more rows than the stash, and
+  where tiles along k are no multiple of 128 or do not divide the width of the stash. Groups that
+  reach past the end of `lhs` store nothing and count as invalid; their products are undefined.
 
   This is a building block: `lhs` is an argument, so there is nothing to recompute it from. If its
   rows do not fit, the gradient of `rhs` is NaN and `stash.stats()` counts an overflowed push. Use
@@ -187,7 +187,9 @@ def _backward(multiply, padding, implementation, saved, cotangents):
 
 def _fits(multiply, implementation, stash, shape, dtype, rhs):
   """Returns whether a matmul can write and read the stash in place, on a TPU. All is static."""
-  if not isinstance(multiply, Megablox) or implementation == "xla" or stash.page_rows:
+  if not isinstance(multiply, Megablox) or implementation == "xla":
+    return False
+  if stash.page_rows or stash.host is not None:
     return False
   (m, k), n = shape, rhs.shape[1 if multiply.transpose_rhs else 2]
   dtypes = dtype, rhs.dtype, multiply.preferred_element_type

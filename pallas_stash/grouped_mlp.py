@@ -30,6 +30,7 @@ from pallas_stash.stash import (
   take_rows,
 )
 from pallas_stash.storage import match_residuals
+from pallas_stash.tiers import on_device, with_host_rows
 from pallas_stash.varying import empty, refuse_sharded, vary_alike
 
 
@@ -64,11 +65,11 @@ def grouped_mlp(
   On a TPU the matmul of the forward pass writes both products to the stash as it makes them, and
   the backward pass reads them there: neither exists at worst-case size but where it did not fit.
   The other matmuls are megablox's. Elsewhere all are `lax.ragged_dot`, and rows are copied to the
-  stash and back. So they are on a TPU where the stash has pages, where row tiles are no multiple of
-  16 or have more rows than the stash, and where column tiles do not divide the width of the stash;
-  and what megablox does not take, which is other dtypes than float32 and bfloat16, rows that are no
-  multiple of the row tile and tiles of columns that are none of 128, is `lax.ragged_dot` there,
-  too.
+  stash and back. So they are on a TPU where the stash has pages or host memory, where row tiles are
+  no multiple of 16 or have more rows than the stash, and where column tiles do not divide the width
+  of the stash; and what megablox does not take, which is other dtypes than float32 and bfloat16,
+  rows that are no multiple of the row tile and tiles of columns that are none of 128, is
+  `lax.ragged_dot` there, too.
 
   Gradients are exact at any capacity: products that do not fit are made again from `x`. They are
   those of the matmuls, each rounded to the dtype of `x`, and of the activation in float32.
@@ -149,7 +150,7 @@ class _Static:
     n = w_gate.shape[2]
     shapes = (m, k, n), (m, w_down.shape[2], n)
     dtypes = x.dtype, *(weights.dtype for weights in matrices)
-    is_known = self.mlp.implementation != "xla" and not stash.page_rows
+    is_known = self.mlp.implementation != "xla" and not stash.page_rows and stash.host is None
     return is_known and all(
       gate_up.fits(shape, self.buffers(stash, k, n), dtypes, self.mlp.options) for shape in shapes
     )
@@ -273,14 +274,17 @@ def _backward_by_copies(
 
   def read():
     is_held = contents.allocator.holds(slot)
-    restored = read_rows(contents, slot, ragged, is_held, static.mlp.implementation)
+    restored = read_rows(on_device(contents), slot, ragged, is_held, static.mlp.implementation)
     return tuple(restored[index] for index in order)
 
   if static.keep_x:
-    gate, up, x = read()
+    rows = read()
   else:
     make_again = lambda: mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
-    gate, up = lax.cond(slot.is_stored()[0], read, make_again)
+    rows = lax.cond(slot.is_stored()[0], read, make_again)
+  rows = with_host_rows(contents, slot, ragged, rows, order, static.mlp.implementation)
+  gate, up, *of_x = rows
+  x = of_x[0] if static.keep_x else x
   d_hidden = mlp.product(static.mlp, d_out, w_down, group_sizes, transpose_rhs=True)
   rows = mlp.hidden_gradients(static.mlp, d_hidden, gate, up, group_sizes, beside, is_known)
   return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)

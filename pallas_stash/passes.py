@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_stash import tiers
 from pallas_stash.arguments import check_type, describe
 from pallas_stash.explanation import aligned
 from pallas_stash.handover import handed_over
@@ -198,6 +199,7 @@ class BackwardPass:
       raise ValueError(
         f"saved={given} must be what the forward pass saves of such arguments: {shapes}."
       )
+    stash = tiers.settled(stash)  # Passes read their heads in any order.
     pull_back = found.rebuild((stash, *args), (), saved.values)
     contents = stash.as_cotangent(handed_over(saved.after) + stash.canary)
     d_stash, *gradients = pull_back((d_out, _with_zeros(contents, stash)))

@@ -143,12 +143,33 @@ class RaggedRows:
 
   def expand_runs(self, start, stash_rows: int) -> CopyRuns:
     """Returns the runs that copy back what `compact_runs` copied; arguments as there."""
-    to_stash = self.compact_runs(start, stash_rows)
+    return self.back(self.compact_runs(start, stash_rows))
+
+  def back(self, to_stash: CopyRuns) -> CopyRuns:
+    """Returns the runs that copy back what `compact_runs` or `runs_between` copied."""
     runs = CopyRuns(to_stash.destinations, to_stash.sources, to_stash.sizes)
     if self.group_starts is None:
       return runs
     order = jnp.argsort(runs.destinations)
     return CopyRuns(*(field[order] for field in runs))
+
+  def runs_between(self, first, last, start) -> CopyRuns:
+    """Returns the runs that copy some rows of all groups, tight and in order.
+
+    A layout that is not valid moves nothing. The rows have to be inside of what they are copied to.
+
+    Args:
+      first, last: int32[], which rows, counted over all groups: [first, last).
+      start: int32[], where the first of them is copied to.
+    """
+    starts, sizes = self._segments()
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    before = ends - sizes
+    low, high = (jnp.clip(row, before, ends) for row in (first, last))
+    sizes = jnp.maximum(high - low, 0)
+    # Of an empty run any place will do that is in the buffer.
+    destinations = jnp.where(sizes > 0, start + low - first, 0)
+    return CopyRuns(starts + low - before, destinations, sizes)
 
   def _sizes_and_starts(self):
     sizes = jnp.clip(as_int32(self.group_sizes), 0, self.total_rows)

@@ -14,7 +14,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_stash import arguments, dtypes, kernels, storage
+from pallas_stash import arguments, dtypes, kernels, storage, tiers
 from pallas_stash.allocators import Allocator, Bump, Pages, Slot
 from pallas_stash.checks import debugging
 from pallas_stash.checks.misplaced_rows import report_pushed
@@ -49,6 +49,7 @@ class Stash:
     counters: what `stats` reports; None in a cotangent.
     canary: float32[shards]. Forward it is 0, or NaN once the stash was misused; backward it is
       the count of pushes that `pallas_stash.handover` hands over.
+    host: rows in host memory; None without.
     part: static, of the backward pass that the rules run.
   """
 
@@ -57,12 +58,15 @@ class Stash:
   allocator: Allocator
   counters: Counters | None
   canary: jax.Array
+  host: tiers.HostTier | None = None
   part: Part = dataclasses.field(default="all", metadata={"static": True})
 
   def __repr__(self):
     # Of shapes alone: to print values would fetch the buffers, and transformations leave no values.
     specs = ", ".join(map(arguments.describe, self.residuals))
     buffers = arguments.describe(self.buffers)
+    if self.host is not None:
+      buffers += f", host={arguments.describe(self.host.buffers)}"
     if self.page_rows is None:
       return f"Stash({specs}; buffers={buffers}, top={arguments.describe(self.top)})"
     holder = arguments.describe(self.allocator.holder)
@@ -75,8 +79,17 @@ class Stash:
     num_shards: int = 1,
     *,
     page_rows: int | None = None,
+    host_capacity_rows: int = 0,
+    staging_rows: int = 0,
   ) -> "Stash":
     """Returns a stash that holds nothing.
+
+    With host memory, each push leaves its first `staging_rows` rows in a stage in HBM, from which
+    they go to host memory while the next layer computes, and come back so in the backward pass. Its
+    other rows go to HBM as far as `capacity_rows` reaches, and those behind it to host memory while
+    all else waits: see `StashStats.spilled_rows`. Only where they have no room either is a layer
+    recomputed. Host memory in a stash that is not sealed is an error of jax's: that the type of a
+    cotangent is to be `<host>`.
 
     Args:
       capacity_rows: static int, rows of each shard, rounded up to a tile, 8 rows, or 32 if any
@@ -90,10 +103,16 @@ class Stash:
       page_rows: static int, a multiple of 32: each push takes whole pages of so many rows, and
         frees them in any order (see `sizing.page_rows`). None: the rows of a push are contiguous,
         the last ones are freed first, and a matmul can read them where they are.
+      host_capacity_rows: static int, rows of each shard in pinned host memory, beside those in HBM;
+        0 for none. A matmul then reads no rows where they are. Leaves of the stash that are of host
+        memory, `stash.host.buffers`, keep `memory_kind="pinned_host"` in any `NamedSharding`.
+      staging_rows: static int, the most rows of a push that go to host memory beside the compute of
+        the next layer; so many more rows of HBM are taken. 0 for none: then only what has no room
+        in HBM goes there.
 
     Raises:
       ValueError: for a negative capacity, no residuals, another dtype, no shards, pages of another
-        size, or arguments that are no such things.
+        size or with host memory, a stage without, or arguments that are no such things.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
@@ -110,6 +129,13 @@ class Stash:
           " cotangent, which other dtypes have none of, and NaN says that rows were not stored."
           " Bit-cast it, or keep it as an ordinary residual."
         )
+    host_capacity_rows = _check_int("host_capacity_rows", host_capacity_rows, 0)
+    staging_rows = _check_int("staging_rows", staging_rows, 0)
+    if staging_rows and not host_capacity_rows:
+      raise ValueError(f"{staging_rows=} must be 0 without host memory, host_capacity_rows=0.")
+    if host_capacity_rows and page_rows is not None:
+      # Its rows are freed last in, first out, and heads come back in that order.
+      raise ValueError(f"{page_rows=} must be None with {host_capacity_rows=}: it has no pages.")
     alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
     if page_rows is None:
       allocator = Bump.empty(round_up(capacity_rows, alignment), alignment, num_shards)
@@ -121,7 +147,11 @@ class Stash:
     buffers = storage.empty_buffers(specs, allocator.capacity * num_shards)
     buffers = storage.poison_free_rows(buffers, allocator)
     canary = jnp.zeros((num_shards,), jnp.float32)
-    stash = Stash(specs, buffers, allocator, Counters.zero(num_shards), canary)
+    host = None
+    if host_capacity_rows:
+      sizes = host_capacity_rows, staging_rows, alignment, num_shards
+      host = tiers.HostTier.empty(specs, *sizes)
+    stash = Stash(specs, buffers, allocator, Counters.zero(num_shards), canary, host)
     return vary_over(stash, varying_axes(residuals))
 
   def push(
@@ -185,7 +215,9 @@ class Stash:
     check_ragged(ragged)
     refuse_sharded(stash=self, slot=slot, ragged=ragged)
     self = first_order_only(self)
-    is_readable = self.allocator.holds(slot) & (self.canary == 0)
+    is_readable = self.allocator.holds(tiers.device_part(slot)) & (self.canary == 0)
+    if self.host is not None:
+      is_readable &= self.host.holds(slot)
     return read_rows(self, slot, ragged, is_readable, implementation, padding)
 
   def free(self, slot: Slot) -> "Stash":
@@ -214,11 +246,15 @@ class Stash:
     """
     if self.part == "early":
       return self, self.allocator.holds(slot) | ~slot.is_stored()
-    allocator, is_right = self.allocator.free(slot)
+    host = self.host
+    if host is None:
+      allocator, is_right = self.allocator.free(slot)
+    else:
+      allocator, host, is_right = tiers.free_both(self.allocator, host, slot)
     buffers = self.buffers
     if allocator is not self.allocator:
       buffers = storage.poison_free_rows(buffers, allocator)
-    return dataclasses.replace(self, buffers=buffers, allocator=allocator), is_right
+    return dataclasses.replace(self, buffers=buffers, allocator=allocator, host=host), is_right
 
   def set_aside(self, slot: Slot) -> "Stash":
     """Returns the stash, or the cotangent, with the pages of a slot set aside, or back again."""
@@ -233,11 +269,14 @@ class Stash:
     allocator = self.allocator.reset()
     canary = lax.stop_gradient(self.canary)
     buffers = storage.poison_free_rows(self.buffers, allocator)
-    return dataclasses.replace(self, buffers=buffers, allocator=allocator, canary=canary)
+    host = None if self.host is None else self.host.reset()
+    fields = {"buffers": buffers, "allocator": allocator, "canary": canary, "host": host}
+    return dataclasses.replace(self, **fields)
 
   def stats(self) -> StashStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
-    return StashStats(self.allocator.rows_in_use(), *self.counters[:4])
+    of_host = () if self.host is None else (self.host.top, *self.host.counters[:3])
+    return StashStats(self.allocator.rows_in_use(), *self.counters[:4], *of_host)
 
   @property
   def top(self) -> jax.Array:
@@ -251,8 +290,13 @@ class Stash:
 
   @property
   def rows_per_shard(self) -> int:
-    """Rows that one shard holds: the capacity, rounded up to a tile or to a page."""
+    """Rows that one shard holds in HBM: the capacity, rounded up to a tile or to a page."""
     return self.allocator.capacity
+
+  @property
+  def host_rows_per_shard(self) -> int:
+    """Rows that one shard holds in host memory: the capacity, rounded up to a tile."""
+    return 0 if self.host is None else self.host.capacity
 
   @property
   def alignment(self) -> int:
@@ -262,7 +306,9 @@ class Stash:
   def as_cotangent(self, canary: jax.Array) -> "Stash":
     """Returns the cotangent of a stash with these contents: integers have none."""
     allocator = self.allocator.as_cotangent()
-    return dataclasses.replace(self, allocator=allocator, counters=None, canary=canary)
+    host = None if self.host is None else self.host.as_cotangent()
+    fields = {"allocator": allocator, "counters": None, "canary": canary, "host": host}
+    return dataclasses.replace(self, **fields)
 
   def _check_local(self):
     if self.canary.shape != (1,):
@@ -305,10 +351,15 @@ def _push(stash, values, ragged, axis_name, implementation, others):
 
   before = stash.allocator
   stash, slot = take_rows(stash, ragged, axis_name, checksum)
-  runs = before.compact_runs(ragged, slot.start[0])
+  host = stash.host
+  if host is None:
+    runs = before.compact_runs(ragged, slot.start[0])
+  else:
+    host = host.store(values, order, ragged, slot, implementation)
+    runs = tiers.device_runs(slot, ragged)
   runs = runs._replace(sizes=jnp.where(slot.is_stored()[0], runs.sizes, 0))
   buffers = storage.store(stash.buffers, values, order, runs, implementation, stash.page_rows)
-  return dataclasses.replace(stash, buffers=buffers), slot
+  return dataclasses.replace(stash, buffers=buffers, host=host), slot
 
 
 def store_others(
@@ -378,12 +429,27 @@ def take_rows(
   lead = 0
   if is_congruent:
     lead = jnp.where(rows > 0, ragged.group_starts[0] % stash.alignment, 0)
+  if stash.host is not None:
+    return _take_rows_of_both(stash, rows, is_valid, axis_name, checksum)
   is_stored = all_along(axis_name, is_valid & stash.allocator.has_room(rows, lead))
   number = stash.counters.pushes
   allocator, start = stash.allocator.take(rows, is_stored, number[0], lead)
   slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, number)
   counters = stash.counters.after_push(is_valid, is_stored, allocator)
   return dataclasses.replace(stash, allocator=allocator, counters=counters), slot
+
+
+def _take_rows_of_both(stash, rows, is_valid, axis_name, checksum):
+  allocator, host, number = stash.allocator, tiers.refuse_vmap(stash.host), stash.counters.pushes
+  split = host.split(rows, allocator.capacity - allocator.top[0])
+  is_stored = all_along(axis_name, is_valid & host.has_room(split))
+  allocator, start = allocator.take(split.device, is_stored, number[0])
+  host, of_host = host.take(split, is_stored, number)
+  slot = Slot(jnp.where(is_stored, start, -1)[None], rows[None], checksum, number, of_host)
+  wanted = host.counters.wanted_rows
+  counters = stash.counters.after_push(is_valid, is_stored, allocator, wanted)
+  fields = {"allocator": allocator, "counters": counters, "host": host}
+  return dataclasses.replace(stash, **fields), slot
 
 
 def read_rows(
@@ -404,7 +470,10 @@ def read_rows(
   buffers, specs = ([of[i] for i in indices] for of in (stash.buffers, stash.residuals))
   buffers, slot, ragged, is_readable = vary_alike(buffers, slot, ragged, is_readable)
   is_readable = (is_readable & (slot.rows == ragged.num_rows()))[0]
-  runs = stash.allocator.expand_runs(ragged, slot.start[0])
+  if stash.host is None:
+    runs = stash.allocator.expand_runs(ragged, slot.start[0])
+  else:
+    runs = ragged.back(tiers.device_runs(slot, ragged))
   runs = runs._replace(sizes=jnp.where(is_readable, runs.sizes, 0))
   is_debugging = slot.checksum is not None
   is_zero, fill = is_readable, None
@@ -413,6 +482,12 @@ def read_rows(
   elif padding == "undefined":
     fill = ~is_readable
   values = storage.load(buffers, specs, ragged.total_rows, runs, is_zero, fill, implementation)
+  if stash.host is not None:
+    given = ragged, slot, is_readable, implementation
+    values = stash.host.scatter_stage(values, *given)
+    if not stash.host.buffers:  # The caller is to add what is there, and to verify it then.
+      return values
+    values = stash.host.scatter_host(values, *given)
   if not is_debugging:
     return values
   return debugging.verify(values, ragged, slot.checksum, is_readable)

@@ -15,6 +15,7 @@ from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import MarkOf, Residuals, trace_forward
 from pallas_stash.stash import push_some, read_rows, Stash, store_others
 from pallas_stash.storage import as_kind, match_residuals
+from pallas_stash.tiers import on_device, with_host_rows
 from pallas_stash.varying import vary_over, varying_axes
 
 
@@ -163,7 +164,7 @@ class StashedCall:
     """Returns the residuals of a push, from the stash, or where they were not stored made again."""
     places, _ = _places(d_stash, found, indices, halves)
     contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
-    given = contents, slot, ragged, operands
+    given = on_device(contents), slot, ragged, operands
 
     def restore(contents, slot, ragged, operands):
       del operands
@@ -174,7 +175,8 @@ class StashedCall:
       rows = found.take("stashed", found.forward.evaluate(operands)[1])
       return vary_over(tuple(rows[index] for index in indices), varying_axes(given))
 
-    return lax.cond(slot.is_stored()[0], restore, recompute, *given)
+    rows = lax.cond(slot.is_stored()[0], restore, recompute, *given)
+    return with_host_rows(contents, slot, ragged, rows, order, self._implementation)
 
   def _restore(self, places, padding, d_stash, slot, ragged):
     """Returns the rows of a slot in some buffers of a stash, NaN if it does not hold them."""

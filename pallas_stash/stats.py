@@ -19,8 +19,14 @@ class StashStats(NamedTuple):
     peak_rows: most rows that were ever in use.
     overflowed_pushes: pushes that did not fit and stored nothing.
     invalid_pushes: pushes whose groups overlapped or left the buffer, and stored nothing.
-    sufficient_rows: the least capacity at which no push would have overflowed. It is `peak_rows` if
-      none did.
+    sufficient_rows: the least capacity at which no push would have overflowed, of HBM and host
+      memory together. It is `peak_rows` if none did, and there is no host memory.
+    host_rows_in_use: rows of host memory that are in use now, alignment included, those among them
+      that are still on their way there. None of a stash without host memory, as are the next ones.
+    host_peak_rows: most rows of host memory that were ever in use.
+    spilled_rows: rows that went to host memory at once, over all pushes, because HBM had no room
+      for them: nothing overlaps that. At most 2**31 - 1.
+    spilled_pushes: pushes that had such rows.
   """
 
   rows_in_use: jax.Array
@@ -28,11 +34,17 @@ class StashStats(NamedTuple):
   overflowed_pushes: jax.Array
   invalid_pushes: jax.Array
   sufficient_rows: jax.Array
+  host_rows_in_use: jax.Array | None = None
+  host_peak_rows: jax.Array | None = None
+  spilled_rows: jax.Array | None = None
+  spilled_pushes: jax.Array | None = None
 
   def log_line(self, capacity_rows: int | None = None) -> str:
     """Formats the statistics for a log.
 
         stash: peak 5,496 of 6,144 rows (89.5%), 0 pushes overflowed, 0 invalid, 5,496 rows would do
+
+    With host memory it ends in `, host peak 1,024 rows, 0 rows of 0 pushes spilled`.
 
     Rows are those of the busiest shard: the capacity is of each, and it is the busiest that
     overflows first. Pushes are those of all shards together, so that none goes unseen.
@@ -60,10 +72,17 @@ class StashStats(NamedTuple):
     share = f" ({peak / capacity_rows:.1%})" if capacity_rows else ""
     shards = np.size(self.peak_rows)
     where = f" on the busiest of {shards} shards" if shards > 1 else ""
+    of_host = ""
+    if self.host_peak_rows is not None:
+      spilled, pushes = (int(np.sum(count)) for count in (self.spilled_rows, self.spilled_pushes))
+      of_host = (
+        f", host peak {int(np.max(self.host_peak_rows)):,} rows, {spilled:,} rows of {pushes:,}"
+        f" push{'' if pushes == 1 else 'es'} spilled"
+      )
     return (
       f"stash: peak {peak:,}{of_capacity} rows{share}{where},"
       f" {overflowed:,} push{'' if overflowed == 1 else 'es'} overflowed, {invalid:,} invalid,"
-      f" {sufficient:,} rows would do"
+      f" {sufficient:,} rows would do{of_host}"
     )
 
 
@@ -90,7 +109,11 @@ class Counters(NamedTuple):
     return self.overflowed_pushes + self.invalid_pushes
 
   def after_push(
-    self, is_valid: jax.Array, is_stored: jax.Array, allocator: Allocator
+    self,
+    is_valid: jax.Array,
+    is_stored: jax.Array,
+    allocator: Allocator,
+    host_wanted_rows: jax.Array | None = None,
   ) -> "Counters":
     """Counts a push.
 
@@ -98,11 +121,15 @@ class Counters(NamedTuple):
       is_valid: bool[], whether its groups were.
       is_stored: bool[].
       allocator: after it.
+      host_wanted_rows: `HostCounters.wanted_rows` after it, of a stash with host memory.
     """
+    wanted_rows = allocator.wanted_rows
+    if host_wanted_rows is not None:
+      wanted_rows += jnp.minimum(host_wanted_rows, jnp.iinfo(jnp.int32).max - wanted_rows)
     return Counters(
       peak_rows=jnp.maximum(self.peak_rows, allocator.rows_in_use()),
       overflowed_pushes=self.overflowed_pushes + (is_valid & ~is_stored).astype(jnp.int32),
       invalid_pushes=self.invalid_pushes + (~is_valid).astype(jnp.int32),
-      sufficient_rows=jnp.maximum(self.sufficient_rows, allocator.wanted_rows),
+      sufficient_rows=jnp.maximum(self.sufficient_rows, wanted_rows),
       pushes=next_number(self.pushes),
     )
