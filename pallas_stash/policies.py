@@ -1,13 +1,13 @@
 """Which values go to the stash: said by a policy of `jax.checkpoint`, as for what is saved."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.source_info_util import register_exclusion
 
-from pallas_stash.arguments import check_type, describe
+from pallas_stash.arguments import as_list, check_type, describe
 from pallas_stash.handover import SLOT_NAME
 from pallas_stash.ragged import RaggedRows
 
@@ -18,7 +18,7 @@ register_exclusion(__file__)
 # `threaded` makes of a function, to each value for the stash, with the number of its mark.
 _PREFIX = "stash_rows"
 
-_PLACEMENTS = "remat", "device", "offload", "stash"
+_PLACEMENTS = "remat", "device", "offload", "stash", "stash_host"
 
 
 class save_in_stash:
@@ -32,22 +32,36 @@ class save_in_stash:
 
   Args:
     *names: as `jax.ad_checkpoint.checkpoint_name` gives them, in functions that `mark_rows`.
+    on_host: names of values for a stash whose rows are all in host memory: `threaded` says how
+      many.
     policy: of all other values; None saves none. What it saves stays where it says, in device or
       host memory, at its full size.
 
   Raises:
-    ValueError: for a name that is no string, or a policy that is no function.
+    ValueError: for a name that is no string, one that is given for both, or a policy that is no
+      function.
   """
 
-  def __init__(self, *names: str, policy: Callable[..., Any] | None = None):
-    for name in names:
+  def __init__(
+    self, *names: str, on_host: Sequence[str] = (), policy: Callable[..., Any] | None = None
+  ):
+    if isinstance(on_host, str):
+      raise ValueError(f"{on_host=} must be a sequence of names: on_host=[{on_host!r}].")
+    on_host = tuple(as_list("on_host", on_host, "names"))
+    for name in (*names, *on_host):
       check_type("name", name, str, "a string")
+    if both := sorted({*names} & {*on_host}):
+      raise ValueError(f"{on_host=} must have none of the other names, as {both[0]!r}.")
     if not (policy is None or callable(policy)):
       raise ValueError(f"policy={describe(policy)} must be a function, or None.")
-    self.names, self.policy = frozenset(names), policy
+    self.names, self.policy = frozenset((*names, *on_host)), policy
+    self.host_names = frozenset(on_host)
 
   def __repr__(self):
-    return f"save_in_stash({', '.join(map(repr, sorted(self.names)))}, policy={self.policy!r})"
+    names = [*map(repr, sorted(self.names - self.host_names))]
+    if self.host_names:
+      names.append(f"on_host={sorted(self.host_names)}")
+    return f"save_in_stash({', '.join([*names, f'policy={self.policy!r}'])})"
 
   def __call__(self, primitive, *args, **params):
     name = params.get("name")
@@ -79,7 +93,8 @@ def policy_by_name(placements: Mapping[str, str]) -> Callable[..., Any]:
   Values of other names, and of none, are rematerialised.
 
   Args:
-    placements: for each name, "remat", "device", "offload" (to pinned host memory) or "stash".
+    placements: for each name, "remat", "device", "offload" (to pinned host memory, at its full
+      size), "stash" or "stash_host" (a stash whose rows are all in host memory).
 
   Raises:
     ValueError: for another placement.
@@ -97,7 +112,7 @@ def policy_by_name(placements: Mapping[str, str]) -> Callable[..., Any]:
       offload_src="device",
       offload_dst="pinned_host",
     )
-  return save_in_stash(*names["stash"], policy=policy)
+  return save_in_stash(*names["stash"], on_host=names["stash_host"], policy=policy)
 
 
 def mark_rows(ragged: RaggedRows) -> None:

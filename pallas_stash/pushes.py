@@ -20,10 +20,14 @@ class Mesh(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """What a stash is for: rows of residuals, and the `shard_map`s in which they are pushed."""
+  """What a stash is for: rows of residuals, and the `shard_map`s in which they are pushed.
+
+  And whether their names say that they are for host memory.
+  """
 
   residuals: tuple[tuple[tuple[int, ...], Any], ...]
   meshes: tuple[Mesh, ...]
+  is_on_host: bool
 
   def specs(self) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.residuals]
@@ -63,7 +67,7 @@ class Pushes:
     return self._sites[key][1]
 
   def kinds_of(self, site: Site, meshes: tuple[Mesh, ...]) -> list[Kind]:
-    """Returns the kinds that a site pushes inside of `shard_map`s."""
+    """Returns the kinds that a site pushes inside of `shard_map`s, those on the host last."""
     return self._kinds[id(site), meshes]
 
   def _count_rows(self, jaxpr, policy, meshes):
@@ -117,11 +121,11 @@ class Pushes:
     found, axes = {}, varying_axes(avals).difference(*(mesh.axes for mesh in meshes))
     for mark, indices in residuals.pushes.items():
       specs = residuals.row_specs(indices)
-      kind = Kind(as_kind(specs), meshes)
+      kind = Kind(as_kind(specs), meshes, site.is_on_host(mark))
       alignment = max(row_alignment(spec.dtype.itemsize) for spec in specs)
       found[kind] = found.get(kind, 0) + round_up(residuals.total_rows[mark], alignment)
       self.varying[kind] = self.varying.get(kind, frozenset()) | axes
-    self._kinds[id(site), meshes] = list(found)
+    self._kinds[id(site), meshes] = sorted(found, key=lambda kind: kind.is_on_host)
     self._stashed |= site.names
     return found
 

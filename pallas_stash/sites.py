@@ -149,7 +149,8 @@ class Site:
     self._jaxpr, self._policy = jaxpr, policy
     events = list(_events(jaxpr, policy))
     _refuse_inner_sites(jaxpr, policy)
-    self._tags = list(_tags(events))
+    self._num_marks = sum(event.mark is not None and not event.mark.is_starts for event in events)
+    self._tags = list(_tags(events, policy.host_names, self._num_marks))
     self.names = {event.name for event in events if event.name}
     start, end = _extent(jaxpr, events)
     self._equations = jaxpr.eqns[start:end]
@@ -163,8 +164,13 @@ class Site:
       self.run,
       policy=policy_of_site(policy),
       mark_of=mark_number,
+      is_on_host=self.is_on_host,
       axis_name=tuple(axes) or None,
     )
+
+  def is_on_host(self, mark: int) -> bool:
+    """Returns whether the rows of a mark are for host memory: of each there is another for that."""
+    return mark >= self._num_marks
 
   def run(self, *operands):
     """Evaluates the part; returns the values of `outvars`, and the marks."""
@@ -194,7 +200,8 @@ class Site:
       return [inner[x] if is_variable(x) else x.val for x in jaxpr.outvars]
 
     evaluate(self._jaxpr, self._equations, values, rule_of)
-    return [values[variable] for variable in self.outvars], tuple(marks)
+    marks = tuple(marks) * (2 if self._policy.host_names else 1)
+    return [values[variable] for variable in self.outvars], marks
 
 
 def _has_events(call, policy):
@@ -214,8 +221,8 @@ def _refuse_inner_sites(jaxpr, policy):
       )
 
 
-def _tags(events):
-  """Returns the name of each value for the stash with the number of its mark."""
+def _tags(events, host_names, num_marks):
+  """Returns the name of each value for the stash with the number of its mark, as `Site.run` has."""
   marks = [event for event in events if event.mark and not event.mark.is_starts]
   for event in marks:
     if len(event.equation.outvars[0].aval.shape) != 1:
@@ -240,7 +247,8 @@ def _tags(events):
       reason = why_not_stashed(aval, marks[max(num_seen - 1, 0)].mark.total_rows)
       raise ValueError(f"{what}, and cannot be: it {reason}.")
     before = [mark for mark in fitting if mark < num_seen]
-    yield name_in_mark(event.name, before[-1] if before else fitting[0])
+    mark = before[-1] if before else fitting[0]
+    yield name_in_mark(event.name, mark + num_marks * (event.name in host_names))
 
 
 def _extent(jaxpr, events):

@@ -330,6 +330,12 @@ def push_some(
 
   Those are the last of equal ones; `store_others` stores them.
   """
+  tiers.check_implementation(stash.host, implementation)
+  if others and stash.host is not None:
+    raise ValueError(
+      f"{stash} with host_capacity_rows cannot keep rows for gradients of late_argnames: these are"
+      " for passes in two halves, of a stash with pages."
+    )
   others = tuple((spec.shape, jnp.dtype(spec.dtype)) for spec in others)
   check_push(stash, values, ragged, others)
   # Here, where it is traced for each program: each says once what it sees.

@@ -33,6 +33,7 @@ class StashedCall:
     *,
     policy: Callable[..., Any] | None = None,
     mark_of: MarkOf = lambda name: 0,
+    is_on_host: Callable[[int], bool] = lambda mark: False,
     is_late: Callable[..., Sequence[bool]] | None = None,
     axis_name: Any = None,
     padding: Padding = "zero",
@@ -45,12 +46,14 @@ class StashedCall:
       function: from operands, pytrees of arrays, to its result and the marks that it makes.
       policy: a `jax.checkpoint` policy, which decides what its residuals are; None for all.
       mark_of: gives the mark of a residual of a name, or None for one that is not stashed.
+      is_on_host: says of a mark whether its rows are for the second of two stashes of the same.
       is_late: gives of operands, for each leaf, whether its gradient may be left for the late half
         of a backward pass; None where none may. There is one mark then, and one stash.
       axis_name, padding, implementation: as for `checkpoint`.
     """
     self._name, self._function, self._policy, self._mark_of = name, function, policy, mark_of
-    self._axis_name, self._is_late = axis_name, is_late
+    self._is_on_host, self._is_late = is_on_host, is_late
+    self._axis_name = axis_name
     self._padding, self._implementation = padding, implementation
     saving = function if policy is None else jax.checkpoint(function, policy=policy)
 
@@ -66,7 +69,8 @@ class StashedCall:
     """Calls the function; returns its result, and the stashes with rows if it is differentiated.
 
     Args:
-      stashes: where there are several, rows go to the one that is made for their residuals.
+      stashes: where there are several, rows go to the one that is made for their residuals; those
+        for host memory come last.
       given: marks.
       *operands: of the function.
     """
@@ -109,7 +113,7 @@ class StashedCall:
     halves = self.halves(found, operands)
     stashes, slots = list(batch_alike(stashes, (given, operands))), []
     for mark, indices in found.pushes.items():
-      home = _home(stashes, found, indices)
+      home = _home(stashes, found, indices, self._is_on_host(mark))
       values = [rows[index] for index in indices]
       options = halves.kept if halves else (), self._axis_name, self._implementation
       stashes[home], slot = push_some(stashes[home], values, marks[mark], *options)
@@ -125,14 +129,14 @@ class StashedCall:
 
   def _pull_back(self, found, halves, slots, marks, operands, ordinary, d_out, d_stashes):
     d_stashes, rows, part = list(d_stashes), {}, d_stashes[0].part
-    pushes = [*zip(found.pushes.values(), slots, marks, strict=True)]
+    pushes = [*zip(found.pushes.items(), slots, marks, strict=True)]
     if halves and part == "late":
       d_stash, d_operands = self._pull_back_late(
         found, halves, *pushes, operands, ordinary, *d_stashes
       )
       return (d_stash,), None, *d_operands
-    for indices, slot, ragged in reversed(pushes):
-      home = _home(d_stashes, found, indices)
+    for (mark, indices), slot, ragged in reversed(pushes):
+      home = _home(d_stashes, found, indices, self._is_on_host(mark))
       if halves and part == "again":
         d_stashes[home] = d_stashes[home].set_aside(slot)
       if part != "late":
@@ -145,14 +149,14 @@ class StashedCall:
     if not halves or part != "early":
       return tuple(d_stashes), None, *found.rebuild(operands, rows, ordinary)(d_out)
     d_operands, kept = halves.early(operands, rows, ordinary, d_out)
-    (d_stash,), ((indices, slot, ragged),) = d_stashes, pushes
+    (d_stash,), (((_, indices), slot, ragged),) = d_stashes, pushes
     _, others = _places(d_stash, found, indices, halves)
     d_stash = store_others(d_stash, slot, kept, ragged, others, self._implementation)
     return (d_stash,), None, *d_operands
 
   def _pull_back_late(self, found, halves, push, operands, ordinary, d_stash):
     """Returns the cotangent of the stash, and those of the operands that are late."""
-    indices, slot, ragged = push
+    (_, indices), slot, ragged = push
     d_stash = d_stash.set_aside(slot)
     own, others = _places(d_stash, found, indices, halves)
     rows = self._restore(own, self._padding, d_stash, slot, ragged)
@@ -176,7 +180,7 @@ class StashedCall:
       return vary_over(tuple(rows[index] for index in indices), varying_axes(given))
 
     rows = lax.cond(slot.is_stored()[0], restore, recompute, *given)
-    return with_host_rows(contents, slot, ragged, rows, order, self._implementation)
+    return with_host_rows(contents, slot, ragged, rows, places, self._implementation)
 
   def _restore(self, places, padding, d_stash, slot, ragged):
     """Returns the rows of a slot in some buffers of a stash, NaN if it does not hold them."""
@@ -194,9 +198,13 @@ def _places(stash, found, indices, halves):
   return order[: len(indices)], order[len(indices) :]
 
 
-def _home(stashes, found, indices):
-  """Returns which of several stashes is made for some residuals. One alone has to be."""
+def _home(stashes, found, indices, is_on_host):
+  """Returns which of several stashes is made for some residuals. One alone has to be.
+
+  Of two for the same ones the second is that for host memory.
+  """
   if len(stashes) == 1:
     return 0
   wanted = as_kind(found.row_specs(indices))  # No gradients are late where there are several.
-  return next(i for i, stash in enumerate(stashes) if as_kind(stash.residuals) == wanted)
+  homes = [i for i, stash in enumerate(stashes) if as_kind(stash.residuals) == wanted]
+  return homes[-1] if is_on_host else homes[0]

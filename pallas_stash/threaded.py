@@ -23,6 +23,8 @@ def threaded(
   fun: Callable[..., Any],
   capacity_rows: int | Callable[[int], int],
   *,
+  host_capacity_rows: int | Callable[[int], int] = 0,
+  staging_rows: int | Callable[[int], int] = 0,
   has_stats: bool = False,
 ) -> Callable[..., Any]:
   """Makes `fun` with a stash for what the policies `save_in_stash` in it name.
@@ -42,6 +44,10 @@ def threaded(
     capacity_rows: of each shard of a stash, as of `Stash.empty`; or a function that gives it for
       the most rows that can be pushed, over all layers, alignment included: of that many, none
       overflows.
+    host_capacity_rows: in host memory, likewise. If policies name values for it (`on_host`), their
+      stashes have it, and nothing in HBM but the stage; if none does, every stash has it beside
+      `capacity_rows`.
+    staging_rows: of a stash that has host memory, as of `Stash.empty`, likewise.
     has_stats: whether to return statistics as well.
 
   Returns:
@@ -50,14 +56,21 @@ def threaded(
 
   Raises:
     ValueError: when it is called: if nothing is stashed, because no policy is a `save_in_stash`, or
-      a name that one has is nowhere under it; and where it cannot be, with the line that says so:
-      values that no mark is for, values named inside of what a stash cannot be threaded through
-      (`while_loop`, functions with derivatives of their own), and `fun` that differentiates.
+      a name that one has is nowhere under it; if it names values for host memory, and
+      `host_capacity_rows` is 0; and where it cannot be, with the line that says so: values that no
+      mark is for, values named inside of what a stash cannot be threaded through (`while_loop`,
+      functions with derivatives of their own), and `fun` that differentiates.
   """
   if not callable(fun):
     raise ValueError(f"fun={describe(fun)} must be a function.")
-  if not callable(capacity_rows) and static_int("capacity_rows", capacity_rows) < 0:
-    raise ValueError(f"{capacity_rows=} must be at least 0, or a function of the worst case.")
+  given = {
+    "capacity_rows": capacity_rows,
+    "host_capacity_rows": host_capacity_rows,
+    "staging_rows": staging_rows,
+  }
+  for name, rows in given.items():
+    if not callable(rows) and static_int(name, rows) < 0:
+      raise ValueError(f"{name}={rows} must be at least 0, or a function of the worst case.")
 
   @functools.wraps(fun)
   def call(*args, **kwargs):
@@ -66,9 +79,10 @@ def threaded(
     closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
     jaxpr, consts = opened(closed)
     pushes = Pushes(jaxpr)
+    sizes = _sizes_of(pushes, given)
     stashes = {
-      number: _empty(kind, _capacity(capacity_rows, rows), pushes.varying[kind])
-      for number, (kind, rows) in enumerate(pushes.worst_cases.items())
+      number: _empty(kind, sizes[kind], pushes.varying[kind])
+      for number, kind in enumerate(pushes.worst_cases)
     }
     leaves = jax.tree.leaves((args, kwargs))
     outs, stashes = _Threading(pushes).run(jaxpr, consts, leaves, stashes, None, ())
@@ -81,19 +95,38 @@ def threaded(
   return call
 
 
-def _capacity(capacity_rows, worst_case):
-  if not callable(capacity_rows):
-    return capacity_rows
-  rows = static_int("capacity_rows(worst_case_rows)", capacity_rows(worst_case))
+def _sizes_of(pushes, given):
+  """Returns for each kind, by their names, the sizes of its stash that are given for all."""
+  is_any_on_host = any(kind.is_on_host for kind in pushes.worst_cases)
+  sizes = {}
+  for kind, worst_case in pushes.worst_cases.items():
+    rows = {name: _evaluated(name, value, worst_case) for name, value in given.items()}
+    if kind.is_on_host:
+      if not rows["host_capacity_rows"]:
+        raise ValueError(
+          "host_capacity_rows=0 must be above 0: a policy names values for host memory, rows of"
+          f" {', '.join(map(describe, kind.specs()))}."
+        )
+      rows["capacity_rows"] = 0
+    elif is_any_on_host:
+      rows["host_capacity_rows"] = rows["staging_rows"] = 0
+    sizes[kind] = rows
+  return sizes
+
+
+def _evaluated(name, value, worst_case):
+  if not callable(value):
+    return value
+  rows = static_int(f"{name}(worst_case_rows)", value(worst_case))
   if rows < 0:
-    raise ValueError(f"capacity_rows({worst_case})={rows} must be at least 0.")
+    raise ValueError(f"{name}({worst_case})={rows} must be at least 0.")
   return rows
 
 
-def _empty(kind, capacity_rows, axes):
+def _empty(kind, sizes, axes):
   """Returns the stash of a kind, of all its shards, that varies over `axes`."""
   num_shards = math.prod(mesh.mesh.shape[axis] for mesh in kind.meshes for axis in mesh.axes)
-  stash = Stash.empty(capacity_rows, kind.specs(), num_shards)
+  stash = Stash.empty(residuals=kind.specs(), num_shards=num_shards, **sizes)
   sharded, mesh = kind.axes(), jax.sharding.get_abstract_mesh()
   if sharded and AxisType.Explicit in mesh.axis_types:
     stash = jax.reshard(stash, NamedSharding(mesh, PartitionSpec(sharded)))
