@@ -9,7 +9,7 @@ import pytest
 
 import pallas_stash as ps
 from tests import test_passes
-from tests.helpers.checks import assert_trees_equal, FUSED, is_any_nan, long
+from tests.helpers.checks import assert_trees_equal, FUSED, long, once
 from tests.helpers.threaded_models import mask, route, TOKENS, weights_of, X
 
 SAVE = jax.checkpoint_policies.save_only_these_names
@@ -17,7 +17,11 @@ ALL = lambda worst_case_rows: worst_case_rows
 
 
 @pytest.mark.parametrize(
-  "schedule", [test_passes.LAST_IN_FIRST_OUT, "F0 F1 B0 B1 F2 B2", "F0 B0 B0"]
+  "schedule",
+  [
+    *map(long, (test_passes.LAST_IN_FIRST_OUT, "F0 F1 B0 F2 B1 B2", "F0 B0 B0")),
+    once("F0 F1 B0"),
+  ],
 )
 def test_passes_find_their_heads_wherever_they_are(schedule):
   """A backward pass brings heads to the stage of which another had its own there."""
@@ -115,5 +119,4 @@ def test_a_step_is_explained():
     model(ps.save_in_stash(on_host=["gate", "up"])), ALL, host_capacity_rows=ALL, staging_rows=8
   )
   text = str(ps.explain(lambda *args: jnp.sum(stashed(*args)), X, weights_of()))
-  assert "stash" in text
-  assert not is_any_nan(X)
+  assert "gate" in text and "stash" in text

@@ -1,0 +1,141 @@
+"""Reads, in the scheduled HLO of a program, how rows move between HBM and pinned host memory."""
+
+import functools
+import re
+from typing import NamedTuple
+
+_ON_HOST = "S(5)"  # Of a layout: the memory of the host.
+
+
+class Transfer(NamedTuple):
+  """A copy that is started in one place and waited for in another.
+
+  Attributes:
+    kind: "store", from HBM to host memory, or "load".
+    rows: of the slice that moves.
+    computation: in which it is.
+    matmuls: that are scheduled between its start and its end.
+    start: the name of the instruction that starts it.
+  """
+
+  kind: str
+  rows: int
+  computation: str
+  matmuls: int
+  start: str
+
+
+class Schedule:
+  """The computations of a compiled program, each in the order of its schedule."""
+
+  def __init__(self, text: str):
+    self._computations, current = {}, None
+    for line in text.splitlines():
+      if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+        current = self._computations.setdefault(head[1], {})
+      elif current is not None and (found := re.match(r"\s+(?:ROOT )?%(\S+) = ", line)):
+        current[found[1]] = line
+    self._home = {name: c for c, lines in self._computations.items() for name in lines}
+    self._callers = {}
+    for lines in self._computations.values():
+      for name, line in lines.items():
+        for callee in re.findall(r"body=%?([\w.\-]+)", line):
+          self._callers[callee] = name
+
+  def transfers(self) -> list[Transfer]:
+    """Returns all copies of slices of buffers in host memory."""
+    found = []
+    for computation, lines in self._computations.items():
+      names = list(lines)
+      for index, name in enumerate(names):
+        opcode = _opcode(lines[name])
+        if opcode not in ("dynamic-update-slice-done", "dynamic-slice-done"):
+          continue
+        start = _operands(lines[name])[0]
+        if _ON_HOST not in lines[start]:
+          continue
+        between = names[names.index(start) + 1 : index]
+        matmuls = sum(self._is_matmul(lines[other]) for other in between)
+        kind = "store" if "update" in opcode else "load"
+        rows = self._rows_of(start, kind)
+        found.append(Transfer(kind, rows, computation, matmuls, start))
+    return found
+
+  def _rows_of(self, start, kind):
+    line = self._line(start)
+    if kind == "load":
+      return int(re.search(r"dynamic_slice_sizes=\{(\d+),", line)[1])
+    return int(re.search(r"\[(\d+),", self._result(_operands(line)[1]))[1])
+
+  def stores_behind(self, load: Transfer) -> list[str]:
+    """Returns the ends of the stores whose result a load reads, the latest first.
+
+    Of a loop the result is what a turn makes of it, or what it is given where turns leave it as it
+    is. No end is passed by: what is read is what was there when each of them was done.
+    """
+    found, waiting = [], self._define(_operands(self._line(load.start))[0])
+    while waiting is not None and _opcode(self._line(waiting)) == "dynamic-update-slice-done":
+      if waiting in found:
+        break
+      found.append(waiting)
+      start = _operands(self._line(waiting))[0]
+      waiting = self._define(_operands(self._line(start))[0])
+    return found
+
+  def _define(self, name, depth=0):
+    """Returns the instruction that makes a buffer, through tuples and loops."""
+    line = self._line(name)
+    opcode = _opcode(line)
+    if depth > 50:
+      raise AssertionError(f"{name} is passed on and on")
+    again = functools.partial(self._define, depth=depth + 1)
+    if opcode in ("bitcast", "opt-barrier"):
+      return again(_operands(line)[0])
+    if opcode != "get-tuple-element":
+      return name
+    index, (source,) = int(re.search(r"index=(\d+)", line)[1]), _operands(line)
+    of = self._line(source)
+    if _opcode(of) == "parameter":
+      # What a loop is given: by the turn before, if that changes it; else from outside.
+      caller = self._callers[self._home[name]]
+      return again(self._element(_operands(self._line(caller))[0], index))
+    if _opcode(of) == "while":
+      body = re.search(r"body=%?([\w.\-]+)", of)[1]
+      lines = self._computations[body]
+      root = next(n for n, line in lines.items() if line.lstrip().startswith("ROOT"))
+      element = self._element(root, index)
+      is_passed_on = _opcode(lines[element]) == "get-tuple-element" and (
+        _opcode(self._line(_operands(lines[element])[0])) == "parameter"
+      )
+      return again(self._element(_operands(of)[0], index) if is_passed_on else element)
+    return again(self._element(source, index))
+
+  def _element(self, name, index):
+    line = self._line(name)
+    if _opcode(line) == "tuple":
+      return _operands(line)[index]
+    raise AssertionError(f"{name} is {_opcode(line)}, and must be a tuple")
+
+  def _line(self, name):
+    return self._computations[self._home[name]][name]
+
+  def _result(self, name):
+    return self._line(name).partition(" = ")[2].partition(f" {_opcode(self._line(name))}(")[0]
+
+  def _is_matmul(self, line):
+    opcode = _opcode(line)
+    if opcode == "custom-call":
+      return "tpu_custom_call" in line and "%stash_" not in line.partition(" = ")[0]
+    if opcode == "fusion":
+      called = re.search(r"calls=%?([\w.\-]+)", line)[1]
+      return any(map(self._is_matmul, self._computations[called].values()))
+    return opcode in ("convolution", "dot")
+
+
+def _opcode(line):
+  return re.search(r" ([a-z][\w\-]*)\(", line.partition(" = ")[2])[1]
+
+
+def _operands(line):
+  arguments = line.partition(f" {_opcode(line)}(")[2].partition(")")[0]
+  return re.findall(r"%([\w.\-]+)", arguments)

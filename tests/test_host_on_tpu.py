@@ -1,0 +1,138 @@
+"""Rows in host memory, compiled for TPUs: what moves while a layer computes."""
+
+import functools
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from bench.tpu import aot
+import pallas_stash as ps
+from pallas_stash import tiers
+from pallas_stash.kernels import host
+from tests.helpers.checks import long, once
+from tests.helpers.few_layers import SAVE
+from tests.helpers.host_schedule import Schedule
+
+pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
+
+struct = jax.ShapeDtypeStruct
+ROWS, WIDTH, LAYERS, GROUPS = 4096, 512, 4, 8
+HOST_ROWS, STAGING_ROWS = 2**16, 1024
+SPECS = [struct((WIDTH,), jnp.bfloat16)]
+CHIPS = ["v5p", *(chip for chip in aot.TOPOLOGIES if chip != "v5p")]
+
+
+def experts(x, w_in, w_out, sizes):
+  is_live = (jnp.arange(ROWS) < jnp.sum(sizes))[:, None]
+  hidden = checkpoint_name(jnp.where(is_live, x @ w_in, 0), "hidden")
+  return jnp.where(is_live, jnp.tanh(hidden) @ w_out, 0)
+
+
+stashed = ps.checkpoint(experts, policy=SAVE("hidden"))
+
+
+def loss(weights, x, sizes, capacity_rows, num_shards=1, mesh=None):
+  stash = ps.Stash.empty(
+    *(capacity_rows, SPECS, num_shards), host_capacity_rows=HOST_ROWS, staging_rows=STAGING_ROWS
+  )
+  block = lambda stash, *args: stashed(stash, ps.RaggedRows(args[-1], ROWS), *args)
+  if mesh is not None:
+    sharded = P("expert")
+
+    def place(array):
+      kind = "pinned_host" if host.is_on_host(array) else "device"
+      return lax.with_sharding_constraint(array, NamedSharding(mesh, sharded, memory_kind=kind))
+
+    stash = jax.tree.map(place, stash)
+    specs = sharded, sharded, P(), P(), sharded
+    block = jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=sharded)
+
+  @functools.partial(jax.checkpoint, policy=SAVE(ps.SLOT_NAME), prevent_cse=False)
+  def layer(x, stash, weights, sizes):
+    y, stash = block(stash, jnp.tanh(x @ weights[0]), *weights[1:], sizes)
+    return x + y, stash
+
+  body = lambda carry, xs: (layer(*carry, *xs), None)
+  (x, stash), _ = lax.scan(body, (x, stash), (weights, sizes))
+  return jnp.sum(ps.seal(x, stash).astype(jnp.float32) ** 2)
+
+
+def compiled(chip, layers=LAYERS, capacity_rows=0, shards=1):
+  """Returns the gradient of a loss through so many layers, compiled for a chip."""
+  weights = (struct((layers, WIDTH, WIDTH), jnp.bfloat16),) * 3
+  x = struct((shards * ROWS, WIDTH), jnp.bfloat16)
+  sizes = struct((layers, shards * GROUPS), jnp.int32)
+  mesh, options = aot.mesh(chip, shards), {"capacity_rows": capacity_rows}
+  args = aot.place((weights, x, sizes), mesh)
+  if shards > 1:
+    options |= {"num_shards": shards, "mesh": mesh}
+    specs = P(), P("expert"), P(None, "expert")
+    args = aot.place((weights, x, sizes), mesh, specs)
+  return jax.jit(jax.grad(functools.partial(loss, **options))).lower(*args).compile()
+
+
+def check_schedule(program):
+  """Fails unless heads move beside matmuls, and what is read is what was stored."""
+  schedule = Schedule(program.as_text())
+  moves = schedule.transfers()
+  heads = [move for move in moves if move.rows == STAGING_ROWS]
+  (store,) = [move for move in heads if move.kind == "store"]
+  (load,) = [move for move in heads if move.kind == "load"]
+  assert store.computation != load.computation
+  # Of a layer of three: what is in front of the rows. And those of both operands, backward.
+  assert store.matmuls >= 1
+  assert load.matmuls >= 2
+  loads = [move for move in moves if move.kind == "load"]
+  assert len(loads) == 3  # The head that the stage has not, and what was spilled.
+  for move in loads:
+    stores = schedule.stores_behind(move)
+    assert len(stores) == 2, f"{move} reads what was stored by {stores}"
+
+
+def check_copies(program):
+  rows = HOST_ROWS + max(STAGING_ROWS, host.chunk_rows(WIDTH, 2))
+  copies = aot.Program(program).copies(struct((rows, WIDTH), jnp.bfloat16))
+  # These name, beside what they make, the buffer that they read.
+  assert [copy for copy in copies if ": dynamic-slice-start" not in copy] == []
+
+
+@pytest.mark.parametrize("chip", [once(CHIPS[0]), *map(long, CHIPS[1:])])
+def test_heads_move_beside_the_matmuls_of_a_layer(chip):
+  program = compiled(chip)
+  check_schedule(program)
+  check_copies(program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_shard_map_in_each_layer(chip):
+  program = compiled(chip, capacity_rows=2 * ROWS, shards=4)
+  check_schedule(program)
+  check_copies(program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
+def test_as_many_layers_as_models_have(chip):
+  """Of 58, not of 4, the compiler aborts where it may look behind the turns of a loop."""
+  program = compiled(chip, layers=58, capacity_rows=8 * ROWS)
+  check_schedule(program)
+  check_copies(program)
+
+
+@pytest.mark.long
+def test_a_load_that_does_not_wait_is_seen(monkeypatch):
+  """The fault: the backward pass is handed host memory as it was before the head was stored."""
+  fault = lambda tier, row: tier.buffers
+  monkeypatch.setattr(tiers.HostTier, "_stored", fault)
+  jax.clear_caches()
+  program = compiled("v5p")
+  monkeypatch.undo()
+  jax.clear_caches()
+  with pytest.raises((AssertionError, ValueError)):
+    check_schedule(program)
