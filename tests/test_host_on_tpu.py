@@ -79,7 +79,9 @@ def compiled(chip, layers=LAYERS, capacity_rows=0, shards=1):
 def check_schedule(program):
   """Fails unless heads move beside matmuls, and what is read is what was stored."""
   schedule = Schedule(program.as_text())
-  moves = schedule.transfers()
+  check_loads(schedule)
+  # The compiler may take a turn out of the loop over the layers: once, a head may be waited for.
+  moves = [move for move in schedule.transfers() if move.computation != schedule.entry]
   heads = [move for move in moves if move.rows == STAGING_ROWS]
   (store,) = [move for move in heads if move.kind == "store"]
   (load,) = [move for move in heads if move.kind == "load"]
@@ -87,8 +89,12 @@ def check_schedule(program):
   # Of a layer of three: what is in front of the rows. And those of both operands, backward.
   assert store.matmuls >= 1
   assert load.matmuls >= 2
-  loads = [move for move in moves if move.kind == "load"]
-  assert len(loads) == 3  # The head that the stage has not, and what was spilled.
+
+
+def check_loads(schedule):
+  """Fails unless all that is read comes from where the stage, and the chunks, are stored to."""
+  loads = [move for move in schedule.transfers() if move.kind == "load"]
+  assert len(loads) >= 3  # A head, one that is not in the stage, and what was spilled.
   for move in loads:
     stores = schedule.stores_behind(move)
     assert len(stores) == 2, f"{move} reads what was stored by {stores}"
@@ -131,8 +137,8 @@ def test_a_load_that_does_not_wait_is_seen(monkeypatch):
   fault = lambda tier, row: tier.buffers
   monkeypatch.setattr(tiers.HostTier, "_stored", fault)
   jax.clear_caches()
-  program = compiled("v5p")
+  schedule = Schedule(compiled("v5p").as_text())
   monkeypatch.undo()
   jax.clear_caches()
-  with pytest.raises((AssertionError, ValueError)):
-    check_schedule(program)
+  with pytest.raises(AssertionError, match="reads what was stored by"):
+    check_loads(schedule)

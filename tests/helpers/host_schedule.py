@@ -26,13 +26,18 @@ class Transfer(NamedTuple):
 
 
 class Schedule:
-  """The computations of a compiled program, each in the order of its schedule."""
+  """The computations of a compiled program, each in the order of its schedule.
+
+  Attributes:
+    entry: the name of the first one.
+  """
 
   def __init__(self, text: str):
-    self._computations, current = {}, None
+    self._computations, self.entry, current = {}, None, None
     for line in text.splitlines():
-      if head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-        current = self._computations.setdefault(head[1], {})
+      if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+        current = self._computations.setdefault(head[2], {})
+        self.entry = head[2] if head[1] else self.entry
       elif current is not None and (found := re.match(r"\s+(?:ROOT )?%(\S+) = ", line)):
         current[found[1]] = line
     self._home = {name: c for c, lines in self._computations.items() for name in lines}
