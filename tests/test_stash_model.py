@@ -4,6 +4,7 @@ The model is a list of the slots in use, each with the values that it holds. Mem
 stored row is NaN before every operation, and every stored row is compared bit for bit.
 """
 
+import dataclasses
 import functools
 
 from hypothesis import settings
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
+from tests.helpers.checks import long
 from tests.helpers.support import as_rows, assert_same_bits, IMPLEMENTATIONS, layouts
 
 TOTAL_ROWS = 96
@@ -70,6 +72,9 @@ class BumpModel:
   def __init__(self, capacity):
     self.capacity, self.top = capacity, 0
 
+  def empty(self):
+    return ps.Stash.empty(self.capacity, SPECS)
+
   def take(self, rows):
     """Returns the rows that a push takes, or None if it does not fit."""
     if self.top + rows > self.capacity:
@@ -88,7 +93,11 @@ class PagesModel:
   page_rows = unit = 32
 
   def __init__(self, capacity):
+    self.capacity = capacity
     self.free_pages = list(range(-(-capacity // self.unit)))
+
+  def empty(self):
+    return ps.Stash.empty(self.capacity, SPECS, page_rows=self.unit)
 
   def take(self, rows):
     count = -(-rows // self.unit)
@@ -99,6 +108,20 @@ class PagesModel:
 
   def free(self, taken):
     self.free_pages = sorted([*self.free_pages, *(taken[:: self.unit] // self.unit)])
+
+
+class HostModel(BumpModel):
+  """Rows of HBM and of host memory behind one another: a push fits if both have room for it."""
+
+  host_rows, staging_rows = 104, 16
+
+  def __init__(self, capacity):
+    super().__init__(capacity + self.host_rows)
+    self.capacity_rows = capacity
+
+  def empty(self):
+    sizes = {"host_capacity_rows": self.host_rows, "staging_rows": self.staging_rows}
+    return ps.Stash.empty(self.capacity_rows, SPECS, **sizes)
 
 
 def units(rows, unit):
@@ -116,8 +139,8 @@ class StashMachine(RuleBasedStateMachine):
   @initialize(capacity=st.sampled_from(CAPACITIES))
   def start(self, capacity):
     self.capacity, self.seed = capacity, 0
-    self.stash = ps.Stash.empty(capacity, SPECS, page_rows=self.model.page_rows)
     self.forget()
+    self.stash = self.rows.empty()
 
   def forget(self):
     """Of the model: nothing is stored."""
@@ -186,17 +209,23 @@ class StashMachine(RuleBasedStateMachine):
   @rule()
   def next_step(self):
     """Another training step, in the memory that the last one left."""
-    empty = ps.Stash.empty(self.capacity, SPECS, page_rows=self.model.page_rows)
-    empty.buffers = self.stash.buffers
-    self.stash = empty
+    used = self.stash
     self.forget()
+    self.stash = self.rows.empty()
+    self.stash.buffers = used.buffers
+    if used.host is not None:
+      fields = {"buffers": used.host.buffers, "stage": used.host.stage}
+      self.stash.host = dataclasses.replace(self.stash.host, **fields)
 
   def check(self):
-    stats = [int(x[0]) for x in self.stash.stats()]
+    stats = self.stats()
     assert stats == [self.used, self.peak, self.overflowed, self.invalid, self.sufficient]
     assert self.stash.canary[0] == 0
     others = [] if not self.slots else [self.slots[self.seed % len(self.slots)], self.slots[-1]]
     self.compare(self.slots if self.compares_all else others)
+
+  def stats(self):
+    return [int(x[0]) for x in self.stash.stats()[:5]]
 
   def teardown(self):
     self.compare(self.slots)
@@ -234,6 +263,33 @@ class PagesMachine(XlaMachine):
   model = PagesModel
 
 
+class HostMachine(XlaMachine):
+  """Where rows are of both tiers, is seen by nothing but what comes back."""
+
+  model = HostModel
+
+  def poison(self):
+    """Writes NaN to host memory that is free. Of a slot in HBM only the tier knows its rows."""
+    tier, top = self.stash.host, int(self.stash.host.top[0])
+    free = np.arange(tier.buffers[0].shape[0])[:, None] >= top
+    poisoned = lambda b: jax.device_put(
+      jnp.where(free, jnp.nan, jax.device_put(b, jax.memory.Space.Device)).astype(b.dtype),
+      jax.memory.Space.Host,
+    )
+    self.stash.host = dataclasses.replace(tier, buffers=tuple(map(poisoned, tier.buffers)))
+    free = np.arange(self.stash.rows_per_shard)[:, None] >= int(self.stash.top[0])
+    poisoned = lambda buffer: jnp.where(free, jnp.nan, buffer).astype(buffer.dtype)
+    self.stash.buffers = tuple(map(poisoned, self.stash.buffers))
+
+  def stats(self):
+    """Those of both tiers together: they fill up, and are freed, as one does."""
+    stats = self.stash.stats()
+    used, peak, overflowed, invalid, sufficient = [int(x[0]) for x in stats[:5]]
+    used += int(stats.host_rows_in_use[0])
+    assert max(peak, int(stats.host_peak_rows[0])) <= self.peak
+    return [used, self.peak, overflowed, invalid, sufficient]
+
+
 class MosaicPagesMachine(MosaicMachine):
   model = PagesModel
 
@@ -248,12 +304,15 @@ def run(machine, sequences, steps):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("machine", [XlaMachine, PagesMachine])
+@pytest.mark.parametrize("machine", [XlaMachine, PagesMachine, long(HostMachine)])
 def test_stash_is_its_model(machine):
   run(machine, 10, 20)
 
 
-LONG = [(XlaMachine, 100), (MosaicMachine, 10), (PagesMachine, 100), (MosaicPagesMachine, 10)]
+LONG = [
+  *((XlaMachine, 100), (MosaicMachine, 10), (PagesMachine, 100), (MosaicPagesMachine, 10)),
+  (HostMachine, 30),
+]
 
 
 @pytest.mark.long
