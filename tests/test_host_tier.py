@@ -121,7 +121,7 @@ def test_both_structures(structure, check_vma):
   expected = gradients(capacity_rows=CAPACITY)
   actual = gradients(capacity_rows=104, host_capacity_rows=CAPACITY, staging_rows=32)
   assert_trees_equal(actual, expected)
-  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-3)
   jax.tree.map(close, actual, gradients())
 
 
