@@ -182,6 +182,7 @@ class Stash:
         that has several shards here.
     """
     kernels.check_implementation(implementation)
+    tiers.check_implementation(self.host, implementation)
     check_ragged(ragged)
     values = arguments.as_list("values", values, "arrays, one a residual")
     values = [arguments.as_array(f"values[{i}]", value) for i, value in enumerate(values)]
@@ -210,6 +211,7 @@ class Stash:
       another number of rows than `ragged`.
     """
     kernels.check_padding(padding)
+    tiers.check_implementation(self.host, implementation)
     self._check_local()
     check_slot(slot)
     check_ragged(ragged)

@@ -366,6 +366,16 @@ class HostTier:
     return slot.host.start + round_up(rows, self.alignment)
 
 
+def check_implementation(tier: HostTier | None, implementation: Implementation | None) -> None:
+  """Raises a ValueError for kernels that are interpreted, in a program with host memory."""
+  if tier is not None and implementation == "mosaic_interpret":
+    # Its callbacks are ordered, and jax loses count of results where memories are several.
+    raise ValueError(
+      f"{implementation=} must be None or 'xla' for a stash with host_capacity_rows: jax lowers no"
+      " interpreted kernels beside host memory."
+    )
+
+
 def device_part(slot: Slot) -> Slot:
   """Returns a slot as the allocator of HBM knows it: with its rows there."""
   return slot if slot.host is None else slot._replace(rows=slot.host.device)

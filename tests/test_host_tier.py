@@ -22,7 +22,8 @@ from tests.helpers.checks import (
   once,
 )
 from tests.helpers.few_layers import SAVE
-from tests.helpers.host_layers import CAPACITY, SIZES, SPECS, TOTAL_ROWS
+from tests.helpers.host_layers import CAPACITY, HIDDEN, SIZES, SPECS, TOTAL_ROWS
+from tests.helpers.support import IMPLEMENTATIONS
 
 BOTH = {"capacity_rows": CAPACITY, "host_capacity_rows": CAPACITY}
 NEEDED = int((-(-SIZES.sum(1) // 8) * 8).sum())
@@ -361,6 +362,28 @@ def test_vmap_is_refused():
 def test_misuse(options, match):
   with pytest.raises(ValueError, match=match):
     jax.eval_shape(lambda: ps.Stash.empty(8, SPECS, **options))
+
+
+def test_kernels_that_are_interpreted_are_refused():
+  stash = ps.Stash.empty(8, SPECS, host_capacity_rows=64)
+  with pytest.raises(ValueError, match="implementation='mosaic_interpret' must be None or 'xla'"):
+    stash.push(values_of(0), ragged_of(0), implementation="mosaic_interpret")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rows_go_back_to_where_they_came_from(implementation):
+  """By the kernels that move rows from the stage, and from a chunk, to gaps and in any order."""
+  (value, _), ragged = values_of(0), ragged_of(5)
+  first, last = 7, 33
+  runs = jax.tree.map(np.asarray, ragged.runs_between(first, last, 0))
+  sources = np.concatenate([s + np.arange(n) for s, _, n in zip(*runs, strict=True)])
+  rows = np.full((40, 128), np.nan, value.dtype)
+  rows[: last - first, :HIDDEN] = value[sources]
+  blank = np.full_like(value, 5)
+  expected = blank.copy()
+  expected[sources] = value[sources]
+  scatter = jax.jit(lambda *args: host.scatter(*args, implementation))
+  np.testing.assert_array_equal(scatter(rows, blank, runs), expected)
 
 
 def test_stats_in_a_log():
