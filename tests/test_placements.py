@@ -46,7 +46,9 @@ def gradients(placements):
 
   loss = lambda *args: model.loss(*args, config=CONFIG, policy=policy, ffn=ffn)[0]
   if policy.names:
-    loss = ps.threaded(loss, lambda rows: rows)
+    all_rows = lambda rows: rows
+    on_host = {"host_capacity_rows": all_rows, "staging_rows": 8} if policy.host_names else {}
+    loss = ps.threaded(loss, all_rows, **on_host)
   mesh = Mesh(np.array(jax.devices()[:1]), ("expert",))
   specs = model.param_specs(CONFIG), P("expert")
   of_device = lambda *args: lax.pmean(loss(*args), "expert")
@@ -88,6 +90,8 @@ def test_one_in_the_stash(name, names):
 def test_some_here_and_some_there(seed, names):
   """XLA may round in another way what it fuses with what is made again."""
   draw = random.Random(seed)
-  placements = {name: draw.choice(["remat", "device", "offload", "stash"]) for name in names}
+  placements = {
+    name: draw.choice(["remat", "device", "offload", "stash", "stash_host"]) for name in names
+  }
   close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
   jax.tree.map(close, gradients(placements), saved(names))
