@@ -13,7 +13,7 @@ from pallas_stash.policies import mark_rows, policy_by_name, save_in_stash
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.slicing import dynamic_slice, dynamic_update_slice
 from pallas_stash.stash import Stash
-from pallas_stash.stats import StashStats
+from pallas_stash.stats import StashStats, TierStats
 from pallas_stash.step_explanation import explain, StepExplanation
 from pallas_stash.threaded import threaded
 
@@ -47,4 +47,5 @@ __all__ = [
   "StashStats",
   "StepExplanation",
   "threaded",
+  "TierStats",
 ]

@@ -22,7 +22,7 @@ from pallas_stash.handover import first_order_only, name_slot
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.kernels.tiling import round_up, row_alignment
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.stats import Counters, StashStats
+from pallas_stash.stats import Counters, StashStats, TierStats
 from pallas_stash.storage import match_residuals
 from pallas_stash.varying import refuse_sharded, vary_alike, vary_over, varying_axes
 
@@ -87,7 +87,7 @@ class Stash:
     With host memory, each push leaves its first `staging_rows` rows in a stage in HBM, from which
     they go to host memory while the next layer computes, and come back so in the backward pass. Its
     other rows go to HBM as far as `capacity_rows` reaches, and those behind it to host memory while
-    all else waits: see `StashStats.spilled_rows`. Only where they have no room either is a layer
+    all else waits: see `TierStats.spilled_rows`. Only where they have no room either is a layer
     recomputed. Host memory in a stash that is not sealed is an error of jax's: that the type of a
     cotangent is to be `<host>`.
 
@@ -275,10 +275,12 @@ class Stash:
     fields = {"buffers": buffers, "allocator": allocator, "canary": canary, "host": host}
     return dataclasses.replace(self, **fields)
 
-  def stats(self) -> StashStats:
+  def stats(self) -> StashStats | TierStats:
     """Returns the rows in use and what was pushed so far. Usable under `jit`."""
-    of_host = () if self.host is None else (self.host.top, *self.host.counters[:3])
-    return StashStats(self.allocator.rows_in_use(), *self.counters[:4], *of_host)
+    stats = self.allocator.rows_in_use(), *self.counters[:4]
+    if self.host is None:
+      return StashStats(*stats)
+    return TierStats(*stats, self.host.top, *self.host.counters[:3])
 
   @property
   def top(self) -> jax.Array:

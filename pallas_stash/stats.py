@@ -19,10 +19,43 @@ class StashStats(NamedTuple):
     peak_rows: most rows that were ever in use.
     overflowed_pushes: pushes that did not fit and stored nothing.
     invalid_pushes: pushes whose groups overlapped or left the buffer, and stored nothing.
+    sufficient_rows: the least capacity at which no push would have overflowed. It is `peak_rows` if
+      none did.
+  """
+
+  rows_in_use: jax.Array
+  peak_rows: jax.Array
+  overflowed_pushes: jax.Array
+  invalid_pushes: jax.Array
+  sufficient_rows: jax.Array
+
+  def log_line(self, capacity_rows: int | None = None) -> str:
+    """Formats the statistics for a log.
+
+        stash: peak 5,496 of 6,144 rows (89.5%), 0 pushes overflowed, 0 invalid, 5,496 rows would do
+
+    Rows are those of the busiest shard: the capacity is of each, and it is the busiest that
+    overflows first. Pushes are those of all shards together, so that none goes unseen.
+
+    Args:
+      capacity_rows: of a shard, `stash.rows_per_shard`. None leaves it out of the line.
+
+    Raises:
+      ValueError: for statistics that are traced, or a capacity that is no static int.
+    """
+    return _log_line(self, capacity_rows)
+
+
+class TierStats(NamedTuple):
+  """What happened to a stash with host memory, each int32[shards].
+
+  Attributes:
+    rows_in_use, peak_rows: as in `StashStats`, of HBM.
+    overflowed_pushes, invalid_pushes: as in `StashStats`.
     sufficient_rows: the least capacity at which no push would have overflowed, of HBM and host
-      memory together. It is `peak_rows` if none did, and there is no host memory.
-    host_rows_in_use: rows of host memory that are in use now, alignment included, those among them
-      that are still on their way there. None of a stash without host memory, as are the next ones.
+      memory together.
+    host_rows_in_use: rows of host memory that are in use now, alignment included, of those too
+      that are still on their way there.
     host_peak_rows: most rows of host memory that were ever in use.
     spilled_rows: rows that went to host memory at once, over all pushes, because HBM had no room
       for them: nothing overlaps that. At most 2**31 - 1.
@@ -34,56 +67,47 @@ class StashStats(NamedTuple):
   overflowed_pushes: jax.Array
   invalid_pushes: jax.Array
   sufficient_rows: jax.Array
-  host_rows_in_use: jax.Array | None = None
-  host_peak_rows: jax.Array | None = None
-  spilled_rows: jax.Array | None = None
-  spilled_pushes: jax.Array | None = None
+  host_rows_in_use: jax.Array
+  host_peak_rows: jax.Array
+  spilled_rows: jax.Array
+  spilled_pushes: jax.Array
 
   def log_line(self, capacity_rows: int | None = None) -> str:
-    """Formats the statistics for a log.
+    """Formats the statistics for a log: as of `StashStats`, with those of host memory behind.
 
-        stash: peak 5,496 of 6,144 rows (89.5%), 0 pushes overflowed, 0 invalid, 5,496 rows would do
-
-    With host memory it ends in `, host peak 1,024 rows, 0 rows of 0 pushes spilled`.
-
-    Rows are those of the busiest shard: the capacity is of each, and it is the busiest that
-    overflows first. Pushes are those of all shards together, so that none goes unseen.
-
-    Args:
-      capacity_rows: of a shard, `stash.rows_per_shard`. None leaves it out of the line.
-
-    Raises:
-      ValueError: for statistics that are traced, or a capacity that is no static int.
+    ..., 5,496 rows would do, host peak 1,024 rows, 0 rows of 0 pushes spilled
     """
-    for name, value in zip(self._fields, self, strict=True):
-      if isinstance(value, jax.core.Tracer):
-        raise ValueError(
-          f"{name}={describe(value)} is traced and must have a value: return the statistics from"
-          " the function under `jax.jit`, and format them outside."
-        )
-    peak, sufficient = (int(np.max(rows)) for rows in (self.peak_rows, self.sufficient_rows))
-    overflowed, invalid = (
-      int(np.sum(pushes)) for pushes in (self.overflowed_pushes, self.invalid_pushes)
-    )
-    of_capacity = ""
-    if capacity_rows is not None:
-      capacity_rows = static_int("capacity_rows", capacity_rows)
-      of_capacity = f" of {capacity_rows:,}"
-    share = f" ({peak / capacity_rows:.1%})" if capacity_rows else ""
-    shards = np.size(self.peak_rows)
-    where = f" on the busiest of {shards} shards" if shards > 1 else ""
-    of_host = ""
-    if self.host_peak_rows is not None:
-      spilled, pushes = (int(np.sum(count)) for count in (self.spilled_rows, self.spilled_pushes))
-      of_host = (
-        f", host peak {int(np.max(self.host_peak_rows)):,} rows, {spilled:,} rows of {pushes:,}"
-        f" push{'' if pushes == 1 else 'es'} spilled"
-      )
+    of_both = _log_line(self, capacity_rows)
+    spilled, pushes = (int(np.sum(count)) for count in (self.spilled_rows, self.spilled_pushes))
     return (
-      f"stash: peak {peak:,}{of_capacity} rows{share}{where},"
-      f" {overflowed:,} push{'' if overflowed == 1 else 'es'} overflowed, {invalid:,} invalid,"
-      f" {sufficient:,} rows would do{of_host}"
+      f"{of_both}, host peak {int(np.max(self.host_peak_rows)):,} rows,"
+      f" {spilled:,} rows of {pushes:,} push{'' if pushes == 1 else 'es'} spilled"
     )
+
+
+def _log_line(stats, capacity_rows):
+  for name, value in zip(stats._fields, stats, strict=True):
+    if isinstance(value, jax.core.Tracer):
+      raise ValueError(
+        f"{name}={describe(value)} is traced and must have a value: return the statistics from"
+        " the function under `jax.jit`, and format them outside."
+      )
+  peak, sufficient = (int(np.max(rows)) for rows in (stats.peak_rows, stats.sufficient_rows))
+  overflowed, invalid = (
+    int(np.sum(pushes)) for pushes in (stats.overflowed_pushes, stats.invalid_pushes)
+  )
+  of_capacity = ""
+  if capacity_rows is not None:
+    capacity_rows = static_int("capacity_rows", capacity_rows)
+    of_capacity = f" of {capacity_rows:,}"
+  share = f" ({peak / capacity_rows:.1%})" if capacity_rows else ""
+  shards = np.size(stats.peak_rows)
+  where = f" on the busiest of {shards} shards" if shards > 1 else ""
+  return (
+    f"stash: peak {peak:,}{of_capacity} rows{share}{where},"
+    f" {overflowed:,} push{'' if overflowed == 1 else 'es'} overflowed, {invalid:,} invalid,"
+    f" {sufficient:,} rows would do"
+  )
 
 
 class Counters(NamedTuple):

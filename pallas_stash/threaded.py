@@ -52,7 +52,8 @@ def threaded(
 
   Returns:
     A function like `fun`. With `has_stats` it returns a pair: the result, and a tuple of
-    `StashStats`, one for each stash in the order of their first push.
+    `StashStats`, or `TierStats` with host memory, one for each stash in the order of their first
+    push.
 
   Raises:
     ValueError: when it is called: if nothing is stashed, because no policy is a `save_in_stash`, or

@@ -87,7 +87,7 @@ class HostCounters(NamedTuple):
   """What a stash counts of host memory, each int32[shards].
 
   Attributes:
-    peak_rows, spilled_rows, spilled_pushes: as in `StashStats`.
+    peak_rows, spilled_rows, spilled_pushes: as in `TierStats`.
     wanted_rows: rows that would be in use had every push been stored.
   """
 

@@ -81,7 +81,7 @@ def test_threaded(name):
   jax.tree.map(close, (value, gradients), (expected_value, expected))
   on_host = sorted(set(placements.values()))
   assert len(stats) == len(on_host)
-  by_tier = [(int(s.peak_rows[0]) > 0, s.host_peak_rows is not None) for s in stats]
+  by_tier = [(int(s.peak_rows[0]) > 0, isinstance(s, ps.TierStats)) for s in stats]
   assert (
     set(by_tier)
     == {

@@ -211,7 +211,7 @@ def test_without_host_memory_all_is_as_before():
   stash = ps.Stash.empty(CAPACITY, SPECS)
   assert stash.host is None and stash.host_rows_per_shard == 0
   assert len(jax.tree.leaves(stash)) == len(SPECS) + 2 + 5 + 1
-  assert [*stash.stats()][5:] == [None] * 4
+  assert isinstance(stash.stats(), ps.StashStats)
 
   def text(**options):
     gradients = lambda *args: jax.grad(host_layers.loss, has_aux=True)(
