@@ -244,6 +244,34 @@ def test_the_memory_of_a_donated_stash_is_used_again():
   assert after.host.buffers[0].sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.parametrize("staging_rows", [32, long(0), long(256)])
+def test_a_push_behind_a_pop(staging_rows):
+  """The stage may hold the head of what was freed: it is stored on rows that are free."""
+  stash = ps.Stash.empty(64, SPECS, host_capacity_rows=280, staging_rows=staging_rows)
+  stash, slots = jax.jit(lambda stash: stash)(stash), {}
+  for layer in 0, 3:
+    stash, slots[layer] = push(stash, values_of(layer), ragged_of(layer))
+  stash = pop(stash, slots[3])
+  assert np.isnan(restore(stash, slots[3], ragged_of(3))[0]).all()
+  for layer in 1, 4, 2, 5:
+    stash, slots[layer] = push(stash, values_of(layer), ragged_of(layer))
+  assert int(stash.stats().overflowed_pushes[0]) == 0
+  for layer in 0, 1, 4, 2, 5:
+    row = np.arange(TOTAL_ROWS)[:, None]
+    starts, sizes = host_layers.STARTS[layer], SIZES[layer]
+    is_live = ((row >= starts) & (row < starts + sizes)).any(axis=1)
+    for actual, value in zip(
+      restore(stash, slots[layer], ragged_of(layer)), values_of(layer), strict=True
+    ):
+      live = is_live.reshape(-1, *[1] * (value.ndim - 1))
+      np.testing.assert_array_equal(actual, np.where(live, value, 0))
+  for layer in 5, 2, 4, 1, 0:
+    stash = pop(stash, slots[layer])
+  stats = stash.stats()
+  assert [int(stats.rows_in_use[0]), int(stats.host_rows_in_use[0])] == [0, 0]
+  assert np.isnan(pop(stash, slots[0]).canary).all()
+
+
 FAULTS = {
   "the head is written over the one that leaves": (
     "store",

@@ -240,13 +240,44 @@ def test_no_matmul_is_in_both_halves():
   assert counts == [4, 2, 2]
 
 
-def count_matmuls(jaxpr):
+def test_the_late_half_needs_nothing_in_front_of_the_experts():
+  """Neither what makes their rows, nor what makes the sizes of their groups."""
+  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames=["weights"])
+  mix = draw(LAYERS, WIDTH, WIDTH, seed=4)
+
+  def late_stage(stash, weights, mix, x):
+    @functools.partial(jax.checkpoint, policy=SAVE(ps.SLOT_NAME))
+    def layer(carry, weights):
+      x, stash = carry
+      mixed = jnp.tanh(x @ weights["mix"])
+      sizes = jnp.sum(jnp.argmax(mixed, 1)[:, None] == jnp.arange(GROUPS), 0, dtype=jnp.int32)
+      y, stash = late_ffn(stash, ps.RaggedRows(sizes, ROWS), mixed, sizes, weights)
+      return (x + y, stash), None
+
+    return lax.scan(layer, (x, stash), weights | {"mix": mix})[0]
+
+  one = jax.tree.map(lambda w: w[0], WEIGHTS)
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  stash = ps.Stash.empty(512, residuals, page_rows=32)
+  forward, backward = ps.split_passes(late_stage)
+  args = WEIGHTS, mix, XS[0]
+  saved = jax.eval_shape(forward, stash, *args)[2]
+  count = lambda run, name: count_matmuls(
+    jax.make_jaxpr(run)(stash, saved, D_OUTS[0], *args).jaxpr, name
+  )
+  # Forward again, and both gradients.
+  assert [count(run, "dot_general") for run in (backward, backward.early)] == [3, 3]
+  assert count(backward.late, "dot_general") == 0
+  assert [count(run, "ragged_dot") for run in (backward.early, backward.late)] == [2, 2]
+
+
+def count_matmuls(jaxpr, name="ragged_dot"):
   """Counts those of a layer; of the branches of a cond, the one with the fewest."""
   total = 0
   for equation in jaxpr.eqns:
-    inner = list(map(count_matmuls, inner_jaxprs(equation)))
+    inner = [count_matmuls(one, name) for one in inner_jaxprs(equation)]
     of_inner = min(inner, default=0) if equation.primitive.name == "cond" else sum(inner)
-    total += of_inner + equation.primitive.name.startswith("ragged_dot")
+    total += of_inner + equation.primitive.name.startswith(name)
   return total
 
 
