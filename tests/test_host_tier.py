@@ -244,7 +244,7 @@ def test_the_memory_of_a_donated_stash_is_used_again():
   assert after.host.buffers[0].sharding.memory_kind == "pinned_host"
 
 
-@pytest.mark.parametrize("staging_rows", [32, long(0), long(256)])
+@pytest.mark.parametrize("staging_rows", [once(32), long(0), long(256)])
 def test_a_push_behind_a_pop(staging_rows):
   """The stage may hold the head of what was freed: it is stored on rows that are free."""
   stash = ps.Stash.empty(64, SPECS, host_capacity_rows=280, staging_rows=staging_rows)
@@ -303,7 +303,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", [n if i in (1, 2) else long(n) for i, n in enumerate(FAULTS)])
+@pytest.mark.parametrize("name", [(once if i in (1, 2) else long)(n) for i, n in enumerate(FAULTS)])
 def test_a_planted_fault_is_caught(name, monkeypatch):
   """Host memory that nothing was copied to, and a stage with another head, give other gradients."""
   method, fault = FAULTS[name]

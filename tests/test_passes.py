@@ -12,7 +12,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash.jaxprs import inner_jaxprs
-from tests.helpers.checks import assert_trees_equal, FUSED, long
+from tests.helpers.checks import assert_trees_equal, FUSED, long, once
 from tests.helpers.few_layers import SAVE
 
 WIDTH, HIDDEN, GROUPS, ROWS, LAYERS = 16, 24, 4, 96, 2
@@ -192,7 +192,7 @@ def run_halves(schedule, passes, stash):
 @pytest.mark.parametrize(
   "capacity, options",
   [
-    (512, {"policy": SAVE("hidden")}),
+    once(512, {"policy": SAVE("hidden")}),
     *starmap(long, [(512, {}), (160, {}), (0, {})]),
     long(512, {"implementation": "mosaic_interpret", "is_checkpointed": False}),
   ],
@@ -226,6 +226,7 @@ def test_debug_of_halves(capsys):
   assert "came back" not in capsys.readouterr().out
 
 
+@pytest.mark.once
 def test_no_matmul_is_in_both_halves():
   *(forward, backward), residuals = split_layers()
   # Of rows, what a layer is given is one of the residuals here; beside them the cotangents.
@@ -240,6 +241,7 @@ def test_no_matmul_is_in_both_halves():
   assert counts == [4, 2, 2]
 
 
+@pytest.mark.once
 def test_the_late_half_needs_nothing_in_front_of_the_experts():
   """Neither what makes their rows, nor what makes the sizes of their groups."""
   late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames=["weights"])
@@ -284,7 +286,7 @@ def count_matmuls(jaxpr, name="ragged_dot"):
 @pytest.mark.parametrize(
   "schedule, wrong",
   [
-    ("F0 I0 I0", "I0"),
+    once("F0 I0 I0", "I0"),
     *starmap(long, [("F0 W0", "W0"), ("F0 I0 B0", "B0"), ("F0 I0 W0 W0", "W0")]),
   ],
 )
@@ -299,6 +301,7 @@ def test_halves_out_of_order_are_nan(schedule, wrong):
   assert all(np.isnan(d).all() for d in of_groups + of_rows)
 
 
+@pytest.mark.once
 def test_halves_of_what_has_no_late_gradients():
   """All of them are early, and the late half frees the pages."""
   stash = ps.Stash.empty(512, SPECS, page_rows=32)
