@@ -1,9 +1,11 @@
 """`make fit`: what the TPU compiler says of a model's gradient step, and what is made of it."""
 
+import dataclasses
 import json
 
 from absl import flags
 from absl.testing import flagsaver
+import jax
 import numpy as np
 import pytest
 
@@ -92,6 +94,75 @@ def test_stashing_deepseek_v3_fits(topology):
   assert row["stash_copies"] == 0
 
 
+# jax before 0.12 does not say how much of what is allocated is in HBM.
+TELLS_HBM = jax.__version_info__ >= (0, 12)
+
+
+@pytest.mark.long
+def test_small_model_with_rows_at_the_host():
+  steps = {
+    way: gradient_step.Step(
+      SMALL, "v5p:2x2x2", way, tuple(CHOICES[2].split("+")), False, tiling=(128, 128, 128)
+    )
+    for way in ("save", "stash", "stash_host")
+  }
+  save, stash, host = map(gradient_step.compile_step, steps.values())
+  assert host["flops"] == save["flops"]
+  assert host["host_bytes"] == steps["stash_host"].stash_host_bytes
+  assert host["stash_copies"] == 0 and host["stage_copies"] <= 3
+  if TELLS_HBM:
+    spared = steps["stash"].stash_bytes - steps["stash_host"].stash_bytes
+    # Of what is staged there is one more copy, and all that is allocated is more than the peak.
+    assert host["peak_bytes"] < stash["peak_bytes"] - 0.8 * spared
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("topology", ["v5p:8x8x4", "tpu7x:8x8x4"])
+def test_rows_at_the_host_make_deepseek_v3_fit(topology):
+  """At this depth the compiler aborts if it may look behind the turns of a loop; not at four."""
+  without = gradient_step.compile_step(step("stash", CHOICES[2], topology))
+  assert not without["fits"] and without["needed_bytes"] > aot.hbm_bytes(topology)
+  row = gradient_step.compile_step(step("stash_host", CHOICES[2], topology))
+  found = dict(way="stash_host", weights=fit.BEHIND, residuals=CHOICES[2], layers=58)
+  assert row["fits"]
+  assert fit.broken_promises([found | row], NO_SPARE) == []
+  if TELLS_HBM:
+    assert row["peak_bytes"] < aot.hbm_bytes(topology)
+
+
+def test_rows_of_deepseek_v3_in_two_tiers():
+  of_both = step("stash_host", CHOICES[2])
+  assert of_both.staging_rows == 29_496  # 0.45 of 65,536, and up to a tile
+  assert of_both.tier_rows == (58 * (65_536 - 29_496), 58 * 29_496)
+  row_bytes = 2 * (2048 + 2048 + 7168)
+  assert of_both.stash_bytes == (58 * (65_536 - 29_496) + 29_496) * row_bytes
+  assert of_both.stash_host_bytes == (58 + 1) * 29_496 * row_bytes
+  assert step("stash", CHOICES[2]).stash_host_bytes == 0
+  # With few rows on their way at once, there is room for a chunk of what is not.
+  of_few = dataclasses.replace(of_both, staged=0.001)
+  assert of_few.stash_host_bytes == (58 * 72 + 512) * row_bytes
+
+
+def test_host_memory_is_compiled_if_asked(parsed_flags, monkeypatch):
+  monkeypatch.setattr(fit, "compile_row", answer)
+  parsed_flags.ways = ["save", "stash", "stash_host"]
+  parsed_flags.residuals = [CHOICES[2]]
+  rows = fit.measure(DEEPSEEK_V3)
+  fits = {row["way"]: row["fits"] for row in rows if row["layers"] == 58}
+  assert fits == {"remat": True, "save": False, "stash": False, "stash_host": True}
+  assert {"save", "stash", "stash_host"} <= {row["way"] for row in rows if row["layers"] < 58}
+  assert fit.broken_promises(rows, NO_SPARE) == []
+  lines = fit.beside_of(rows)
+  assert lines[1] == (CHOICES[2], "58", "3 of 3", "2 of 6") and len(lines) == 3
+  plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
+
+
+def test_the_flag_of_the_scheduler_is_for_host_memory(parsed_flags):
+  parsed_flags.scheduler_features = True
+  has_flag = lambda way: fit.step_of(SMALL, way, CHOICES[0], fit.BEFORE).has_scheduler_flag
+  assert [has_flag(way) for way in ("stash", "stash_host")] == [False, True]
+
+
 @pytest.fixture
 def parsed_flags():
   flags.FLAGS(["fit"])
@@ -108,14 +179,19 @@ def answer(step):
     way=step.way,
     layers=layers,
   )
-  kept = {"save": step.worst_case_bytes, "chunks": step.stash_bytes, "stash": step.stash_bytes}
+  kept = {"save": step.worst_case_bytes}
+  kept |= dict.fromkeys(("chunks", "stash", "stash_host"), step.stash_bytes)
   needed = 25 * 10**9 + layers * 3 * 10**8 + kept.get(step.way, 0)
+  row |= dict(stash_host_bytes=step.stash_host_bytes)
   row |= dict(weight_bytes=10**10, stash_bytes=step.stash_bytes, layer_bytes=0, trace_seconds=1.0)
   if needed > aot.hbm_bytes(step.topology):
     return row | {"fits": False, "needed_bytes": needed}
   if step.way == "offload" and step.worst_case_bytes > 2**37:
     return row | {"fits": False, "needed_bytes": step.worst_case_bytes, "host_bytes": 1}
-  row |= dict(fits=True, stash_copies=0, flops=layers * (12 if step.way == "remat" else 11))
+  if step.way == "stash_host":
+    row |= dict(host_bytes=step.stash_host_bytes, beside={"forward": (3, 3), "backward": (2, 6)})
+  flops = layers * (12 if step.way == "remat" else 11)
+  row |= dict(fits=True, stash_copies=0, stage_copies=0, flops=flops)
   return row | dict(peak_bytes=needed, compile_seconds=30.0, cpu_seconds=50.0)
 
 
@@ -187,6 +263,15 @@ def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
     ("stash", {"flops": None}, "None FLOPs, 100 of save"),
     ("stash", {"cpu_seconds": 12.6}, "to trace and compile takes 12.6 s, 10.0 s of save"),
     ("save", {"fits": None}, "no answer"),
+    ("stash_host", {"peak_bytes": 2031}, "1,031 bytes more than remat for 1,000 stashed"),
+    ("stash_host", {"stash_copies": 1}, "copies the stash 1 times"),
+    ("stash_host", {"stage_copies": 2}, "copies staged rows 2 times"),
+    ("stash_host", {"stage_copies": None}, "copies staged rows None times"),
+    ("stash_host", {"host_bytes": 301}, "301 bytes of host memory for 300 of rows"),
+    ("stash_host", {"host_bytes": 299}, "299 bytes of host memory for 300 of rows"),
+    ("stash_host", {"flops": 101}, "101 FLOPs, 100 of save"),
+    ("stash_host", {"cpu_seconds": 50.0}, None),
+    ("stash_host", {"peak_bytes": None}, None),
     ("stash", {}, None),
     ("stash", {"fits": False, "peak_bytes": None, "flops": None}, None),
   ],
@@ -194,13 +279,15 @@ def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
 def test_broken_promises(way, change, message):
   good = dict(fits=True, layers=58, stash_bytes=1000, peak_bytes=2000, stash_copies=0, flops=100)
   good |= dict(weights=fit.BEHIND, residuals="mlpwo", cpu_seconds=10.0, layer_bytes=7)
+  at_host = dict(host_bytes=300, stash_host_bytes=300, stage_copies=1)
   rows = [good | dict(way=way) for way in ("save", "chunks", "stash")]
+  rows.append(good | at_host | dict(way="stash_host"))
   rows.append(good | dict(way="remat", residuals=fit.NONE, peak_bytes=1000))
   rows = [row | change if row["way"] == way else row for row in rows]
   broken = fit.broken_promises(rows, NO_SPARE)
   assert len(broken) == (message is not None)
   assert message is None or message in broken[0]
-  if "peak_bytes" in change and broken:  # 11 bytes too many
+  if change.get("peak_bytes") and broken:  # 11 bytes too many
     assert fit.broken_promises(rows, {fit.BEHIND: 1}) == broken
     assert fit.broken_promises(rows, {fit.BEHIND: 2}) == []
 

@@ -29,11 +29,16 @@ import numpy as np
 from bench.fit import fixed_chunks
 from bench.fit.model_sizes import ModelSize
 from bench.tpu import aot
+from bench.tpu.host_schedule import Schedule
 import pallas_stash as ps
+from pallas_stash.kernels import host
+from pallas_stash.kernels.tiling import round_up, SUBLANES
 from reference import model, moe
 
-WAYS = ("remat", "save", "offload", "chunks", "stash", "grouped_mlp")
+WAYS = ("remat", "save", "offload", "chunks", "stash", "stash_host", "grouped_mlp")
 CHUNK_MARGIN = 1.5
+# Of the compiler, public: its scheduler starts and ends copies to the host further apart.
+SCHEDULER_FLAG = "xla_tpu_enable_all_experimental_scheduler_features"
 AXES = ("fsdp", "expert")
 
 struct = jax.ShapeDtypeStruct
@@ -52,6 +57,8 @@ class Step:
     residuals: names of the residuals that are kept; none for "remat".
     weights_before_down_projection: of the model; then nothing needs "mlpwo".
     imbalance: rows that the stash has room for, as a multiple of the rows of perfect balance.
+    staged: of "stash_host", the part of a layer's rows of perfect balance that goes to the host.
+    has_scheduler_flag: whether the compiler is given `SCHEDULER_FLAG`.
     tiling: of megablox.
   """
 
@@ -61,6 +68,8 @@ class Step:
   residuals: tuple[str, ...]
   weights_before_down_projection: bool
   imbalance: float = 1.0
+  staged: float = 0.45
+  has_scheduler_flag: bool = False
   tiling: tuple[int, int, int] = (512, 1024, 1024)
 
   @property
@@ -90,6 +99,17 @@ class Step:
     return ps.sizing.capacity_rows(*self.routing, layers=self.size.layers, margin=self.imbalance)
 
   @property
+  def staging_rows(self):
+    """Rows that a layer of "stash_host" sends to the host, of `staged` the next tile."""
+    return round_up(math.ceil(self.staged * ps.sizing.expected_rows(*self.routing)), SUBLANES)
+
+  @property
+  def tier_rows(self):
+    """The rows of both tiers of "stash_host": those of "stash", shared out."""
+    layers = self.size.layers
+    return ps.sizing.tier_rows(self.capacity_rows // layers, self.staging_rows, layers)
+
+  @property
   def row_structs(self):
     """A row of each residual."""
     width = lambda name: self.size.width if name == "mlpwo" else self.size.hidden
@@ -97,8 +117,20 @@ class Step:
 
   @property
   def stash_bytes(self):
-    """Bytes of a stash for all layers."""
-    return ps.sizing.residual_bytes(self.capacity_rows, self.row_structs)
+    """Bytes of HBM of a stash for all layers."""
+    rows = self.capacity_rows
+    if self.way == "stash_host":
+      rows = self.tier_rows.capacity_rows + self.staging_rows
+    return ps.sizing.residual_bytes(rows, self.row_structs)
+
+  @property
+  def stash_host_bytes(self):
+    """Bytes of host memory of a stash for all layers: rows, and room for one copy behind them."""
+    if self.way != "stash_host":
+      return 0
+    chunks = [host.chunk_rows(math.prod(row.shape), row.dtype.itemsize) for row in self.row_structs]
+    rows = self.tier_rows.host_capacity_rows + max(self.staging_rows, *chunks)
+    return ps.sizing.residual_bytes(rows, self.row_structs)
 
   @property
   def worst_case_bytes(self):
@@ -108,13 +140,13 @@ class Step:
 
 
 def _way(step):
-  """Returns the buffers of the stash, and what makes `model.loss` keep residuals this way."""
+  """Returns the buffers of a stash, its stage, and what makes `model.loss` keep residuals so."""
   names = step.residuals
   expert_ffn = moe.ffn_of(step.config)
   if step.way == "remat":
-    return [], {"policy": None}
+    return [], [], {"policy": None}
   if step.way == "save":
-    return [], {"policy": save_only(*names)}
+    return [], [], {"policy": save_only(*names)}
   if step.way == "offload":
     policy = policies.save_and_offload_only_these_names(
       names_which_can_be_saved=[],
@@ -122,8 +154,8 @@ def _way(step):
       offload_src="device",
       offload_dst="pinned_host",
     )
-    return [], {"policy": policy}
-  if step.way == "stash":
+    return [], [], {"policy": policy}
+  if step.way in ("stash", "stash_host"):
     f = ps.checkpoint(expert_ffn, policy=save_only(*names))
 
     def ffn(stash, group_sizes, tokens, row_choices, *args):
@@ -131,6 +163,9 @@ def _way(step):
       return f(stash, ragged, tokens, row_choices, *args)
 
     make = functools.partial(ps.Stash.empty, step.capacity_rows, step.row_structs)
+    if step.way == "stash_host":
+      rows = step.tier_rows._asdict() | {"staging_rows": step.staging_rows}
+      make = functools.partial(ps.Stash.empty, residuals=step.row_structs, **rows)
     slot_name, seal = ps.SLOT_NAME, ps.seal
   elif step.way == "grouped_mlp":
     if names != ("mlpwi_0", "mlpwi_1"):
@@ -164,18 +199,21 @@ def _way(step):
     slot_name, seal = fixed_chunks.SLOT_NAME, fixed_chunks.seal
   else:
     raise ValueError(f"{step.way=} must be one of {WAYS}")
-  buffers = jax.eval_shape(make).buffers
-  return buffers, {"policy": save_only(slot_name), "ffn": ffn, "make": make, "finish": seal}
+  state = jax.eval_shape(make)
+  tier = state.host if step.way == "stash_host" else None
+  buffers = [*state.buffers, *(tier.buffers if tier else ())]
+  stage = list(tier.stage if tier else ())
+  return buffers, stage, {"policy": save_only(slot_name), "ffn": ffn, "make": make, "finish": seal}
 
 
 def build(step):
-  """Returns the gradient of the loss, shapes of its arguments, and the stash's buffers."""
+  """Returns the gradient of the loss, shapes of its arguments, and a stash's buffers and stage."""
   devices = topologies.get_topology_desc(topology_name=step.topology, platform="tpu").devices
   if len(devices) % step.size.expert_axis:
     raise ValueError(f"{len(devices)=} must be a multiple of {step.size.expert_axis=}")
   grid = np.array(devices).reshape(-1, step.size.expert_axis)
   mesh, config = jax.sharding.Mesh(grid, AXES), step.config
-  buffers, options = _way(step)
+  buffers, stage, options = _way(step)
   make = options.pop("make", lambda: None)
 
   def device_loss(params, tokens):
@@ -189,7 +227,7 @@ def build(step):
   params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
   tokens = struct((len(devices) * step.size.batch, step.size.seq + 1), jnp.int32)
   args = (aot.place(params, mesh, specs), aot.place(tokens, mesh, P(AXES)))
-  return jax.value_and_grad(loss), args, buffers
+  return jax.value_and_grad(loss), args, buffers, stage
 
 
 def compile_step(step):
@@ -199,29 +237,36 @@ def compile_step(step):
     A dict, all of one device, None where not known:
       fits: whether the compiler takes it.
       weight_bytes: of the weights and their gradients.
-      stash_bytes: of the rows that there is room for; those of perfect balance, unless asked.
+      stash_bytes: of HBM, the rows that there is room for; those of perfect balance, unless asked.
+      stash_host_bytes: of host memory, likewise.
       layer_bytes: of one layer's residuals at worst-case size.
-      peak_bytes: of HBM, those included. When offloading, the compiler's peak is not of HBM alone.
+      peak_bytes: of HBM, those included. Where there is host memory, all that is allocated of HBM,
+        which is the peak or somewhat more: the compiler's peak is then not of HBM alone.
       host_bytes: of host memory.
       needed_bytes: of HBM, or else of host memory, if it does not fit.
-      stash_copies: instructions that make another array of the shape of a stash buffer.
+      stash_copies: instructions that make another array of the shape of a stash buffer, in HBM or
+        in host memory.
+      stage_copies: likewise of the rows on their way to the host, or back; what loads them is none.
       flops: of matmuls, where no layer is recomputed for want of room.
+      beside: of "stash_host", the grouped matmuls that are between start and end of the copies of a
+        layer's rows to the host, and all of the layer; and likewise back: those of `_beside`.
       trace_seconds, compile_seconds: wall time.
       cpu_seconds: of this process, for both, which other processes disturb less.
   """
   start, cpu_start = time.perf_counter(), time.process_time()
-  fun, args, buffers = build(step)
+  fun, args, buffers, stage = build(step)
   lowered = jax.jit(fun).lower(*args)
   traced = time.perf_counter()
   # The arguments, and gradients like all of them but the tokens.
   weight_bytes = 2 * sum(map(_device_bytes, jax.tree.leaves(args[0])))
   row = {"weight_bytes": weight_bytes, "stash_bytes": step.stash_bytes}
+  row["stash_host_bytes"] = step.stash_host_bytes
   row["layer_bytes"] = step.worst_case_bytes // step.size.layers
   row["trace_seconds"] = traced - start
-  unknown = ("peak_bytes", "host_bytes", "needed_bytes", "stash_copies", "flops")
-  row |= dict.fromkeys((*unknown, "compile_seconds"))
+  unknown = "peak_bytes", "host_bytes", "needed_bytes", "stash_copies", "stage_copies", "flops"
+  row |= dict.fromkeys((*unknown, "beside", "compile_seconds"))
   try:
-    compiled = lowered.compile()
+    compiled = lowered.compile({SCHEDULER_FLAG: True} if step.has_scheduler_flag else None)
   except jax.errors.JaxRuntimeError as error:
     return row | {"fits": False} | refusal(str(error))
   row["compile_seconds"] = time.perf_counter() - traced
@@ -230,11 +275,25 @@ def compile_step(step):
   host_bytes = program.memory.host_temp_size_in_bytes
   return row | {
     "fits": True,
-    "peak_bytes": None if host_bytes else program.memory.peak_memory_in_bytes,
+    "peak_bytes": program.hbm_bytes,
     "host_bytes": host_bytes,
     "stash_copies": len(program.copies(*buffers)),
+    "stage_copies": sum(": dynamic-slice-done" not in copy for copy in program.copies(*stage)),
     "flops": program.flops(),
+    "beside": _beside(step, compiled) if step.way == "stash_host" else None,
   }
+
+
+def _beside(step, compiled):
+  """Returns what runs beside the copies of heads, each (grouped matmuls, of all of the layer).
+
+  Of the copies of all residuals, those beside which the fewest run, in the loops over the layers.
+  """
+  schedule = Schedule(compiled.as_text())
+  moves = [m for m in schedule.transfers() if m.rows == step.staging_rows and m.of_kernels]
+  moves = [move for move in moves if move.computation != schedule.entry]
+  least = lambda kind: min((m.kernels, m.of_kernels) for m in moves if m.kind == kind)
+  return {"forward": least("store"), "backward": least("load")}
 
 
 def _device_bytes(array):

@@ -8,6 +8,8 @@ keeping residuals,
   offload: worst-case residuals in pinned host memory;
   chunks: fixed chunks of 1.5 times the expected rows (`fixed_chunks.py`);
   stash: a stash of the routed rows;
+  stash_host, only if asked (--ways=stash_host): the same in two tiers, part of each layer's rows in
+    pinned host memory (--staged);
   grouped_mlp: the same, which the matmuls of gate and up write and read themselves,
 
 and for each choice of residuals. Where "mlpwo" is not among them, the model multiplies the routing
@@ -48,6 +50,18 @@ RESIDUALS = flags.DEFINE_multi_string(
 IMBALANCE = flags.DEFINE_float(
   "imbalance", 1.0, "Rows of the busiest device to the mean: what the stash has room for.", 1.0
 )
+STAGED = flags.DEFINE_float(
+  "staged",
+  0.45,
+  "Of stash_host, the part of a layer's balanced rows that goes to the host. On v5p half of all"
+  " three residuals hides behind a layer (docs/host.md). Half of DeepSeek-V3's rows are as many as"
+  " the tokens of a ring: copies of those would be counted as copies of the stash's rows.",
+  0.0,
+  1.0,
+)
+SCHEDULER_FEATURES = flags.DEFINE_bool(
+  "scheduler_features", False, f"Compile stash_host with {gradient_step.SCHEDULER_FLAG}."
+)
 PIPELINE = flags.DEFINE_enum(
   "pipeline", None, pipeline_step.SCHEDULES, "A schedule: compile the stages of a pipeline instead."
 )
@@ -75,11 +89,13 @@ flags.register_validator(
 
 KEYS = (
   *("model", "topology", "layers", "weights", "residuals", "way", "fits", "peak_bytes"),
-  *("host_bytes", "needed_bytes", "stash_copies", "flops", "trace_seconds", "compile_seconds"),
+  *("host_bytes", "needed_bytes", "stash_copies", "stage_copies", "flops", "beside"),
+  *("trace_seconds", "compile_seconds"),
 )
 NONE = "none"  # the residuals of remat
 GATE_AND_UP = "mlpwi_0+mlpwi_1"  # those of grouped_mlp
-STASHES = "stash", "grouped_mlp"
+WITH_HOST = "stash_host"
+STASHES = "stash", WITH_HOST, "grouped_mlp"
 BEFORE, BEHIND = "before", "behind"  # where the weights are multiplied in: the down projection
 START = time.monotonic()
 
@@ -106,6 +122,9 @@ def main(args):
     "weights: whether routing weights are multiplied in before the down projection or behind it."
   )
   print("FLOPs: relative to the save that replays least.\n")
+  if WITH_HOST in WAYS.value:
+    print("Grouped matmuls of a layer that run while the host's part of another one's rows moves:")
+    print_lines(beside_of(rows), words=1)
   print("Layers recomputed, by the capacity as a multiple of the rows of perfect balance:")
   print_lines(imbalance.table(curves), words=2)
   log(f"wrote fit.json, fit.png and fit_imbalance.png to {output}")
@@ -123,7 +142,10 @@ def log(message):
 
 def step_of(size, way, residuals, weights):
   names = () if residuals == NONE else tuple(residuals.split("+"))
-  return gradient_step.Step(size, TOPOLOGY.value, way, names, weights == BEFORE, IMBALANCE.value)
+  of_stash = dict(imbalance=IMBALANCE.value, staged=STAGED.value)
+  if way == WITH_HOST:
+    of_stash["has_scheduler_flag"] = SCHEDULER_FEATURES.value
+  return gradient_step.Step(size, TOPOLOGY.value, way, names, weights == BEFORE, **of_stash)
 
 
 def weights_of(residuals):
@@ -272,6 +294,16 @@ def table_of(rows):
   return lines
 
 
+def beside_of(rows):
+  """A line for each row that fits with host memory."""
+  lines = [("residuals", "layers", "forward", "backward")]
+  for row in rows:
+    if row["beside"]:
+      shares = ("{} of {}".format(*row["beside"][key]) for key in ("forward", "backward"))
+      lines.append((row["residuals"], str(row["layers"]), *shares))
+  return lines
+
+
 def print_lines(lines, words):
   """Prints a table, its first `words` columns left-aligned."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -303,14 +335,30 @@ def broken_promises(rows, spare_residuals):
       broken.append(f"{name}: the program copies the stash {row['stash_copies']} times")
     if way not in STASHES:
       continue
-    if remat := fitting.get(("remat", weights, NONE, layers)):
+    if way == WITH_HOST:
+      broken += [f"{name}: {problem}" for problem in broken_at_host(row)]
+    remat = fitting.get(("remat", weights, NONE, layers))
+    if remat and row["peak_bytes"] is not None:
       extra = row["peak_bytes"] - remat["peak_bytes"]
       if extra > 1.02 * row["stash_bytes"] + spare_residuals[weights] * row["layer_bytes"]:
         broken.append(f"{name}: {extra:,} bytes more than remat for {row['stash_bytes']:,} stashed")
     if save := fitting.get(("save", weights, residuals, layers)):
       if None in (row["flops"], save["flops"]) or row["flops"] > save["flops"]:
         broken.append(f"{name}: {row['flops']} FLOPs, {save['flops']} of save")
-      if row["cpu_seconds"] > 1.25 * save["cpu_seconds"]:
+      if way != WITH_HOST and row["cpu_seconds"] > 1.25 * save["cpu_seconds"]:
         seconds = f"{row['cpu_seconds']:.1f} s, {save['cpu_seconds']:.1f} s of save"
         broken.append(f"{name}: to trace and compile takes {seconds}")
+  return broken
+
+
+def broken_at_host(row):
+  """Returns how a row breaks what is promised of rows in host memory, where it fits."""
+  broken = []
+  if row["host_bytes"] != row["stash_host_bytes"]:
+    sizes = f"{row['host_bytes']:,} bytes of host memory for {row['stash_host_bytes']:,} of rows"
+    broken.append(f"{sizes} and a copy behind them")
+  # What loads the next ones begins while those of a residual that are there are to be read yet.
+  residuals = len(row["residuals"].split("+"))
+  if row["stage_copies"] is None or row["stage_copies"] > residuals:
+    broken.append(f"the program copies staged rows {row['stage_copies']} times")
   return broken

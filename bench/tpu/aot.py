@@ -24,6 +24,7 @@ REPLICATED = PartitionSpec()
 _NOT_A_COPY = {
   *("parameter", "tuple", "get-tuple-element", "bitcast", "broadcast"),
   *("while", "conditional", "call", "optimization-barrier"),
+  "dynamic-slice-start",
 }
 
 
@@ -107,6 +108,16 @@ class Program:
     self.memory = compiled.memory_analysis()
     self.instructions = _parse(compiled.as_text())
 
+  @property
+  def hbm_bytes(self):
+    """The peak of HBM; where there is host memory, all that is allocated of HBM, or somewhat more.
+
+    `peak_memory_in_bytes` is of both memories together. None where jax does not tell: before 0.12.
+    """
+    if not self.memory.host_temp_size_in_bytes:
+      return self.memory.peak_memory_in_bytes
+    return getattr(self.memory, "total_allocation_bytes", None)
+
   def kernels(self, is_conditional=None):
     """Counts the stash kernels by name; all, or those that are or are not in a conditional."""
     return collections.Counter(
@@ -139,7 +150,8 @@ class Program:
     """The instructions that make another array of the shape and dtype of one of `buffers`.
 
     Not those that name a buffer that is there, or allocate one; nor kernels and updates of a slice
-    that are in place: where one cannot be, XLA puts a copy in front of it.
+    that are in place: where one cannot be, XLA puts a copy in front of it. Nor the start of a slice
+    that is read asynchronously, which names the buffer that it reads; its end makes the slice.
     """
     shapes = {f"{_hlo_dtype(b.dtype)}[{','.join(map(str, b.shape))}]" for b in buffers}
     return [

@@ -15,6 +15,8 @@ class Transfer(NamedTuple):
     rows: of the slice that moves.
     computation: in which it is.
     matmuls: that are scheduled between its start and its end.
+    kernels: those of them that are Pallas kernels: the grouped ones.
+    of_kernels: all of the computation.
     start: the name of the instruction that starts it.
   """
 
@@ -22,6 +24,8 @@ class Transfer(NamedTuple):
   rows: int
   computation: str
   matmuls: int
+  kernels: int
+  of_kernels: int
   start: str
 
 
@@ -61,9 +65,10 @@ class Schedule:
           continue
         between = names[names.index(start) + 1 : index]
         matmuls = sum(self._is_matmul(lines[other]) for other in between)
+        kernels = sum(_is_kernel(lines[other]) for other in between)
         kind = "store" if "update" in opcode else "load"
-        rows = self._rows_of(start, kind)
-        found.append(Transfer(kind, rows, computation, matmuls, start))
+        rows, of_kernels = self._rows_of(start, kind), sum(map(_is_kernel, lines.values()))
+        found.append(Transfer(kind, rows, computation, matmuls, kernels, of_kernels, start))
     return found
 
   def _rows_of(self, start, kind):
@@ -130,11 +135,16 @@ class Schedule:
   def _is_matmul(self, line):
     opcode = _opcode(line)
     if opcode == "custom-call":
-      return "tpu_custom_call" in line and "%stash_" not in line.partition(" = ")[0]
+      return _is_kernel(line)
     if opcode == "fusion":
       called = re.search(r"calls=%?([\w.\-]+)", line)[1]
       return any(map(self._is_matmul, self._computations[called].values()))
     return opcode in ("convolution", "dot")
+
+
+def _is_kernel(line):
+  """Returns whether an instruction is a Pallas kernel, and none of the stash's own: of a matmul."""
+  return "tpu_custom_call" in line and "%stash_" not in line.partition(" = ")[0]
 
 
 def _opcode(line):
