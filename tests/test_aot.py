@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from bench.tpu import aot
+from pallas_stash.kernels import host
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
 
@@ -59,3 +60,26 @@ def test_copies(is_donated):
   write = lambda x, row, start: lax.dynamic_update_slice(x, row, (start, 0))
   program = aot.compile(write, large, row, start, donate_argnums=(0,) if is_donated else ())
   assert len(program.copies(large)) == (0 if is_donated else 1)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="jax does not tell of HBM alone")
+@pytest.mark.parametrize("device_rows", [2**15, 2**17])
+@pytest.mark.parametrize("host_rows", [2**14, 2**16])
+def test_hbm_where_there_is_host_memory(device_rows, host_rows):
+  """Whichever is larger: the compiler's own peak is that of the larger one."""
+  rows, width = 2**10, 2048
+
+  def fun(x):
+    def turn(index, buffers):
+      device, at_host = buffers
+      device = lax.dynamic_update_slice(device, x, (index * rows, 0))
+      return device, host.store(x, at_host, index * rows)
+
+    buffers = lax.empty((device_rows, width), x.dtype), host.empty(host_rows, width, x.dtype)
+    device, at_host = lax.fori_loop(0, x[0, 0].astype(jnp.int32), turn, buffers)
+    return jnp.sum(device, axis=0) + host.load(at_host, jnp.int32(8), 8)[0]
+
+  (x,) = aot.place([jax.ShapeDtypeStruct((rows, width), jnp.float32)], aot.mesh("v5e"))
+  program = aot.compile(fun, x)
+  assert program.memory.host_temp_size_in_bytes == host_rows * width * 4
+  assert program.hbm_bytes == pytest.approx((device_rows + rows) * width * 4, rel=0.02)

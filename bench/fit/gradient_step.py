@@ -240,8 +240,7 @@ def compile_step(step):
       stash_bytes: of HBM, the rows that there is room for; those of perfect balance, unless asked.
       stash_host_bytes: of host memory, likewise.
       layer_bytes: of one layer's residuals at worst-case size.
-      peak_bytes: of HBM, those included. Where there is host memory, all that is allocated of HBM,
-        which is the peak or somewhat more: the compiler's peak is then not of HBM alone.
+      peak_bytes: of HBM, those included; as `aot.Program.hbm_bytes`.
       host_bytes: of host memory.
       needed_bytes: of HBM, or else of host memory, if it does not fit.
       stash_copies: instructions that make another array of the shape of a stash buffer, in HBM or

@@ -110,13 +110,21 @@ class Program:
 
   @property
   def hbm_bytes(self):
-    """The peak of HBM; where there is host memory, all that is allocated of HBM, or somewhat more.
+    """The peak of HBM; or where host memory is larger, all that is allocated of HBM.
 
-    `peak_memory_in_bytes` is of both memories together. None where jax does not tell: before 0.12.
+    Of several memories `peak_memory_in_bytes` is the largest peak of one, beside arguments and
+    results, so it is that of HBM if it is more than those and all of host memory. What is allocated
+    is more than the peak by what lies idle between arrays. None where jax tells neither, which
+    before 0.12 is wherever there is host memory.
     """
-    if not self.memory.host_temp_size_in_bytes:
-      return self.memory.peak_memory_in_bytes
-    return getattr(self.memory, "total_allocation_bytes", None)
+    memory, host_bytes = self.memory, self.memory.host_temp_size_in_bytes
+    peak = memory.peak_memory_in_bytes
+    if not host_bytes:
+      return peak
+    if not hasattr(memory, "indefinite_allocations"):
+      return None
+    is_of_hbm = peak > host_bytes + memory.indefinite_allocations
+    return peak if is_of_hbm else memory.total_allocation_bytes
 
   def kernels(self, is_conditional=None):
     """Counts the stash kernels by name; all, or those that are or are not in a conditional."""
