@@ -25,6 +25,7 @@ from pallas_stash.stash import (
   sum_kept_rows,
   take_rows,
 )
+from pallas_stash.tiers import before_loads
 from pallas_stash.varying import vary_alike
 
 
@@ -173,7 +174,8 @@ def _backward(multiply, padding, implementation, saved, cotangents):
     # NaN where it was not stored, so that the gradient of `rhs` is NaN and that of `lhs` is right.
     contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
     is_held = contents.allocator.holds(slot)
-    (lhs,) = read_rows(contents, slot, ragged, is_held, implementation, padding)
+    lhs = read_rows(contents, slot, ragged, is_held, implementation, padding)
+    slot, (lhs,) = before_loads(contents, slot, lhs)
     d_stash, d_out = receive(d_stash, slot, d_out)
     _, vjp = jax.vjp(lambda lhs, rhs: multiply(lhs, rhs, *groups), lhs, rhs)
     with standard_promotion():

@@ -15,7 +15,7 @@ from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import MarkOf, Residuals, trace_forward
 from pallas_stash.stash import push_some, read_rows, Stash, store_others
 from pallas_stash.storage import as_kind, match_residuals
-from pallas_stash.tiers import on_device, with_host_rows
+from pallas_stash.tiers import before_loads, on_device, with_host_rows
 from pallas_stash.varying import vary_over, varying_axes
 
 
@@ -141,6 +141,7 @@ class StashedCall:
         d_stashes[home] = d_stashes[home].set_aside(slot)
       if part != "late":
         values = self._read(found, halves, indices, d_stashes[home], slot, ragged, operands)
+        slot, values = before_loads(d_stashes[home], slot, values)
         rows |= zip(indices, values, strict=True)
       d_stashes[home], d_out = receive(d_stashes[home], slot, d_out)
     if part == "late":  # The early half was all of it.

@@ -17,6 +17,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from pallas_stash import dtypes, storage
@@ -446,6 +447,19 @@ def with_host_rows(
     # Nobody summed up what is made again.
     of_buffers = [dtypes.select(is_stored, checked, value) for checked, value in pairs]
   return tuple(of_buffers[index] for index in order)
+
+
+def before_loads(
+  stash: Any, slot: Slot, values: Sequence[jax.Array]
+) -> tuple[Slot, Sequence[jax.Array]]:
+  """Returns the slot and what was read of it, of which nothing is there before all of it is.
+
+  By this slot the head of the push before is loaded, into a stage that then nothing is read of any
+  more: else the compiler copies the stage first, and holds both.
+  """
+  if stash.host is None:
+    return slot, values
+  return lax.optimization_barrier((slot, tuple(values)))
 
 
 def refuse_vmap(tier: HostTier) -> HostTier:
