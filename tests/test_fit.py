@@ -109,11 +109,10 @@ def test_small_model_with_rows_at_the_host():
   save, stash, host = map(gradient_step.compile_step, steps.values())
   assert host["flops"] == save["flops"]
   assert host["host_bytes"] == steps["stash_host"].stash_host_bytes
-  assert host["stash_copies"] == 0 and host["stage_copies"] <= 3
+  assert host["stash_copies"] == host["stage_copies"] == 0
   if TELLS_HBM:
     spared = steps["stash"].stash_bytes - steps["stash_host"].stash_bytes
-    # Of what is staged there is one more copy, and all that is allocated is more than the peak.
-    assert host["peak_bytes"] < stash["peak_bytes"] - 0.8 * spared
+    assert host["peak_bytes"] < stash["peak_bytes"] - 0.9 * spared
 
 
 @pytest.mark.long
@@ -265,7 +264,7 @@ def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
     ("save", {"fits": None}, "no answer"),
     ("stash_host", {"peak_bytes": 2031}, "1,031 bytes more than remat for 1,000 stashed"),
     ("stash_host", {"stash_copies": 1}, "copies the stash 1 times"),
-    ("stash_host", {"stage_copies": 2}, "copies staged rows 2 times"),
+    ("stash_host", {"stage_copies": 1}, "copies staged rows 1 times"),
     ("stash_host", {"stage_copies": None}, "copies staged rows None times"),
     ("stash_host", {"host_bytes": 301}, "301 bytes of host memory for 300 of rows"),
     ("stash_host", {"host_bytes": 299}, "299 bytes of host memory for 300 of rows"),
@@ -279,7 +278,7 @@ def test_a_compiler_that_aborts_costs_one_row(parsed_flags):
 def test_broken_promises(way, change, message):
   good = dict(fits=True, layers=58, stash_bytes=1000, peak_bytes=2000, stash_copies=0, flops=100)
   good |= dict(weights=fit.BEHIND, residuals="mlpwo", cpu_seconds=10.0, layer_bytes=7)
-  at_host = dict(host_bytes=300, stash_host_bytes=300, stage_copies=1)
+  at_host = dict(host_bytes=300, stash_host_bytes=300, stage_copies=0)
   rows = [good | dict(way=way) for way in ("save", "chunks", "stash")]
   rows.append(good | at_host | dict(way="stash_host"))
   rows.append(good | dict(way="remat", residuals=fit.NONE, peak_bytes=1000))
