@@ -3,7 +3,7 @@
 # `make test-long` is all tests, those that take minutes too, compiled as users compile; SEED is that
 # of the sampled ones, another one every time unless it is given.
 # `make fit` compiles a model of real size for a TPU topology; FLAGS="--topology=..." changes which,
-# FLAGS=--pipeline=1F1B makes it stages of a pipeline.
+# FLAGS=--pipeline=1F1B makes it stages of a pipeline, FLAGS=--ways=stash_host keeps rows at the host.
 # `make plan` is arithmetic: which residuals to keep where, for a model, a mesh and their memory.
 # `make pipeline` trains the demo's model through pipeline schedules, beside the unpipelined program.
 # `make chip` is what to run first on a TPU: see docs/on-a-tpu.md.
