@@ -248,9 +248,10 @@ class Pages:
     return dataclasses.replace(self, holder=holder, wanted_pages=wanted_pages), is_right
 
   def set_aside(self, slot: Slot) -> "Pages":
-    """Sets the pages of a slot aside: it does not hold them, nor are they free, until that again.
+    """Sets the pages of a slot aside, or takes them back if they are set aside.
 
-    So the first half of a backward pass leaves them to the second, and to nothing else.
+    What is aside is not free, and the slot does not hold it: the first half of a backward pass
+    leaves it so to the second, and to nothing else.
     """
     is_of_slot = (jnp.abs(self.holder) == _holder_of(slot.start)) & slot.is_stored()
     return dataclasses.replace(self, holder=jnp.where(is_of_slot, -self.holder, self.holder))

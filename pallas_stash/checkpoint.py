@@ -15,7 +15,7 @@ from pallas_stash.explanation import Explanation
 from pallas_stash.handover import name_slot
 from pallas_stash.kernels import Implementation, Padding
 from pallas_stash.ragged import RaggedRows
-from pallas_stash.residuals import Residuals
+from pallas_stash.residuals import Residual, Residuals
 from pallas_stash.stash import Stash
 from pallas_stash.stashed_call import StashedCall
 from pallas_stash.varying import vary_alike, varying_axes
@@ -62,8 +62,8 @@ def checkpoint(
       What it offloads stays an ordinary residual.
     late_argnames: names of parameters of `fun`, weights of grouped matmuls of its rows, whose
       gradients `early` of `split_passes` leaves to `late`. What they are made of is then a residual
-      as well, but kept by `early`: the stash has room for it beside the rows. All else is as
-      without.
+      as well, but kept by `early`: the stash has room for it beside the rows. Of padding it is
+      zero. Where both halves are not used, all is as without.
     axis_name: mesh axis or axes of the collectives in `fun`. Their devices must agree on whether to
       recompute, so they then store rows only where those of all of them fit.
     padding: "zero"; or "undefined", which holds anything, NaN included, and on a TPU is not
@@ -78,9 +78,10 @@ def checkpoint(
 
   Raises:
     ValueError: when `f` is called, for a function that closes over traced values, an argument that
-      is not an array, or a stash that was not made for these residuals; here, for an unknown
+      is not an array, a stash that was not made for these residuals, and `late_argnames` of a stash
+      with host memory, or whose gradients need cotangents that have no rows; here, for an unknown
       `padding` or `implementation`, `late_argnames` that are no parameters of `fun`, and a `fun` or
-    `policy` that is no function.
+      `policy` that is no function.
   """
   return StashedFunction(fun, policy, late_argnames, axis_name, padding, implementation)
 
@@ -180,8 +181,13 @@ class StashedFunction:
       ragged, *args, **kwargs: as for `residuals`.
     """
     found = self.find_residuals(ragged, args, kwargs)
+    halves, (rows, *_) = self._call.halves(found, (args, kwargs)), found.total_rows
+    late = [
+      Residual(None, "early half", None, (rows, *spec.shape), spec.dtype, "stashed", None)
+      for spec in (halves.kept if halves else ())
+    ]
     arguments = [jax.typeof(leaf) for leaf in jax.tree.leaves((args, kwargs))]
-    residuals, names = tuple(found.different), tuple(found.names())
+    residuals, names = (*found.different, *late), tuple(found.names())
     return Explanation(*found.total_rows, residuals, tuple(arguments), names)
 
   def _trace(self, args, kwargs):

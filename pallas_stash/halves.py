@@ -39,7 +39,8 @@ class Halves:
       is_late: of each leaf of the operands, whether its gradient can wait.
 
     Raises:
-      ValueError: if a late gradient needs a cotangent that has no row for each of the ragged rows.
+      ValueError: if a late gradient needs a cotangent that has no row for each of the ragged rows,
+        or if it could be taken for such rows itself.
     """
     self._structure = structure
     operands, residuals, d_outs = _given(found)
@@ -50,6 +51,13 @@ class Halves:
     self._is_late = [late for has_gradient, late in pairs if has_gradient]
 
     late, total_rows = self._outs(True), found.total_rows[0]
+    for operand, is_one in zip(operands, is_late, strict=True):
+      if is_one and operand.shape[:1] == (total_rows,):
+        # What its gradient is made of could not be told from rows, of which padding is dropped.
+        raise ValueError(
+          f"An argument of late_argnames, {operand.str_short()}, must not have as many entries as"
+          f" there are rows, {total_rows}: leave it out."
+        )
     # One value a row takes less at worst-case size than in a row of the stash, of 128 at least.
     is_wide = lambda variable: math.prod(variable.aval.shape[1:]) > 1
     is_row = lambda variable: is_row_shaped(variable.aval, total_rows) and is_wide(variable)
@@ -64,7 +72,7 @@ class Halves:
       if variable in wanted and not is_row(variable):
         raise ValueError(
           f"A gradient of late_argnames needs the cotangent {variable.aval.str_short()} of a"
-          f" result, which must be of rows, [{total_rows}, ...], to be kept for later."
+          f" result, which must be of rows, [{total_rows}, n] with n > 1, to be kept for later."
         )
     self.kept = [row_spec(variable.aval) for variable in self._kept]
 
@@ -177,9 +185,10 @@ def _cut(jaxpr, wanted, is_row):
     if not is_elementwise(equation):
       return False
     # Of what a matmul makes is kept what it is rounded to: half as many bytes.
-    (operand, *_), (out, *_) = equation.invars, equation.outvars
-    is_rounded = equation.primitive.name == "convert_element_type"
-    is_rounded = is_rounded and out.aval.dtype.itemsize < operand.aval.dtype.itemsize
+    if equation.primitive.name != "convert_element_type":
+      return True
+    (operand,), (out,) = equation.invars, equation.outvars
+    is_rounded = out.aval.dtype.itemsize < operand.aval.dtype.itemsize
     return not (is_rounded and operand in made_by and not is_elementwise(made_by[operand]))
 
   def is_kept(equation, variables):

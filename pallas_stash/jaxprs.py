@@ -61,8 +61,8 @@ def call_of(equation: Any) -> Call | None:
     return None
   if unknown := sorted(params.keys() - _PARAMETERS[kind]):
     raise ValueError(
-      f"pallas_stash does not know {', '.join(unknown)} of {name} in jax {jax.__version__}. With"
-      " this jax, thread the stash by hand, through functions that `checkpoint` makes."
+      f"pallas_stash does not know {', '.join(unknown)} of {name} in jax {jax.__version__}: with"
+      " this jax, `threaded` and passes in two halves are not to be had."
     )
   jaxprs = params["branches"] if kind == "cond" else [params["jaxpr"]]
   return Call(kind, jaxprs, params)

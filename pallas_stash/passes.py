@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_stash import tiers
 from pallas_stash.arguments import check_type, describe
@@ -64,15 +63,17 @@ def split_passes(
       stash, others = backward.late(stash, saved, d_out, *args)
 
   Late are the gradients of what functions that `checkpoint` made have as `late_argnames`. Of each
-  of `args`, one of the halves gives the gradient, and the other None. No matmul is in both, if all
-  pushes of the forward pass were stored; if not, `late` is all of the backward pass again.
+  leaf of `args`, one of the halves gives the gradient, and the other None. If all pushes of the
+  forward pass were stored, no matmul that makes rows is in both, but in loops and branches inside
+  of such a function; if not, `late` is all of the backward pass again.
 
   Args:
     fun: `(stash, *args) -> (out, stash)`: functions that `checkpoint` returned, `gmm`,
       `grouped_mlp`, and anything that `jax.vjp` differentiates around them, but not `seal`. It may
       close over constants; what is traced belongs to `args`.
-    axis_name: mesh axis or axes of the collectives in `fun`. Their devices must agree on whether
-      `late` is all of the backward pass.
+    axis_name: mesh axis or axes of the collectives in `fun`, and of those that its derivative has:
+      with `check_vma`, the axes over which an argument does not vary. Their devices must agree on
+      whether `late` is all of the backward pass.
 
   Returns:
     forward: `(stash, *args) -> (out, stash, saved)`. `saved` is a pytree of arrays whose shapes
@@ -96,9 +97,14 @@ def split_passes(
   if not callable(fun):
     raise ValueError(f"fun={describe(fun)} must be a function: (stash, *args) -> (out, stash).")
 
-  def vjp(stash, *args):
-    (out, after), pull_back = jax.vjp(fun, stash, *args)
+  def run(stash, *args):
+    out, after = fun(stash, *args)
     check_type("the second result", after, Stash, "the Stash: (out, stash)")
+    # Integers have no cotangents to be given.
+    return (out, list(filter(_is_float, jax.tree.leaves(after)))), after
+
+  def vjp(stash, *args):
+    (out, _), pull_back, after = jax.vjp(run, stash, *args, has_aux=True)
     return (out, after), pull_back
 
   return ForwardPass(vjp, axis_name), BackwardPass(vjp)
@@ -153,6 +159,9 @@ class BackwardPass:
     """Runs the first half: returns the stash, and the gradients but those that are late.
 
     Args are those of the whole pass. Of integers, too, the gradient is None.
+
+    Raises:
+      ValueError: as `split_passes` says, for a stash without pages too.
     """
     given = stash, saved, d_out, args
     half, are_late = self._part("early", given), _are_late(self._part("late", given))
@@ -174,12 +183,15 @@ class BackwardPass:
 
     Args are those of the whole pass, the stash is that of now. `d_out` is read only where some push
     of the forward pass was not stored.
+
+    Raises:
+      ValueError: as `split_passes` says, for a stash without pages too.
     """
     given = stash, saved, d_out, args
     half, again = (self._part(part, given) for part in ("late", "again"))
     are_late = _are_late(half)
     run_half, run_again = (lambda part=part: part.evaluate(are_late) for part in (half, again))
-    return lax.cond(saved.is_stored[0], run_half, run_again)
+    return lax.cond(jnp.all(saved.is_stored), run_half, run_again)
 
   def _part(self, part, given):
     check_type("stash", given[0], Stash, "the Stash that the passes thread")
@@ -202,7 +214,7 @@ class BackwardPass:
     stash = tiers.settled(stash)  # Passes read their heads in any order.
     pull_back = found.rebuild((stash, *args), (), saved.values)
     contents = stash.as_cotangent(handed_over(saved.after) + stash.canary)
-    d_stash, *gradients = pull_back((d_out, _with_zeros(contents, stash)))
+    d_stash, *gradients = pull_back((d_out, jax.tree.leaves(contents)))
     stash = _after_backward(stash, d_stash, handed_over(saved.before))
     return dataclasses.replace(stash, part="all"), tuple(gradients)
 
@@ -244,7 +256,7 @@ class _Part:
 
 def _are_late(late):
   """Returns of each gradient whether it is of the late half, a `_Part`."""
-  # All that is made of `d_out` there is zero, and all else is made of what the stash holds.
+  # Late is what is made of the stash; what is made of other things alone is zero there.
   return late.are_made_of((True, False, False, False))
 
 
@@ -293,14 +305,6 @@ def _paths(args):
 
 def _is_float(leaf):
   return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-
-
-def _with_zeros(contents, stash):
-  """Returns the cotangent of a stash with the zeros of its integers, as `jax.vjp` wants it."""
-  zeros = lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0)
-  given = dict(jax.tree_util.tree_leaves_with_path(contents))
-  choose = lambda path, leaf: given[path] if path in given else zeros(leaf)
-  return jax.tree_util.tree_map_with_path(choose, stash)
 
 
 def _after_backward(stash, d_stash, expected):

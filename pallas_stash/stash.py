@@ -111,8 +111,9 @@ class Stash:
         in HBM goes there.
 
     Raises:
-      ValueError: for a negative capacity, no residuals, another dtype, no shards, pages of another
-        size or with host memory, a stage without, or arguments that are no such things.
+      ValueError: for a negative capacity, 2**31 rows of host memory, no residuals, another dtype,
+        no shards, pages of another size or beside host memory, `staging_rows` without host memory,
+        or arguments that are no such things.
     """
     capacity_rows = _check_int("capacity_rows", capacity_rows, 0)
     num_shards = _check_int("num_shards", num_shards, 1)
@@ -244,7 +245,7 @@ class Stash:
   def release(self, slot: Slot) -> tuple["Stash", jax.Array]:
     """Returns the stash, or the cotangent, without the rows of a slot, and bool[1], as `free` does.
 
-    The backward pass of a stash without pages frees nothing, nor does the early half of one.
+    The backward pass of a stash without pages frees nothing, nor does the early half of any.
     """
     if self.part == "early":
       return self, self.allocator.holds(slot) | ~slot.is_stored()

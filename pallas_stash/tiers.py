@@ -75,7 +75,8 @@ class HostSlot(NamedTuple):
     start: first row in host memory, of the head and then of what was spilled.
     head: rows of the head.
     device: rows in HBM.
-    previous: first row in host memory of the push before.
+    previous: where in host memory this push stored the stage: the first row of the push before, or
+      its own where the stage had nothing of that.
   """
 
   start: jax.Array
@@ -140,7 +141,9 @@ class HostTier:
     stage = storage.empty_buffers(specs, min(staging_rows, capacity) * num_shards)
     rows = capacity + _slack_rows(stage, num_shards)
     if rows >= 2**31:
-      raise ValueError(f"host_capacity_rows={capacity} must be below 2**31 with a chunk behind it.")
+      raise ValueError(
+        f"host_capacity_rows, rounded up to {capacity}, must be below 2**31 with a chunk behind it."
+      )
     buffers = tuple(host.empty(rows * num_shards, s.shape[1], s.dtype) for s in stage)
     zeros = lambda: jnp.zeros((num_shards,), jnp.int32)
     counters = HostCounters(*(zeros() for _ in HostCounters._fields))
@@ -294,6 +297,8 @@ class HostTier:
     row = slot.host.previous[0]
     stage = tuple(host.load(buffer, row, self.staging_rows) for buffer in self.buffers)
     staged = ((slot.number - 1) & (NUMBERS - 1)).astype(jnp.float32)
+    # What is behind a push that stored nothing of the one before is its own.
+    staged = jnp.where(slot.host.previous == slot.host.start, _NOBODY, staged)
     return dataclasses.replace(self, stage=stage, staged=staged)
 
   def is_staged(self, slot: Any) -> jax.Array:
@@ -396,6 +401,7 @@ def free_both(allocator: Bump, tier: HostTier, slot: Slot) -> tuple[Bump, HostTi
   Returns:
     The allocator, the tier, and bool[1], whether the slot was the last, or not stored.
   """
+  tier = refuse_vmap(tier)
   if tier.top is None:
     return allocator, tier.prefetch(slot), jnp.ones_like(slot.is_stored())
   freed, is_right = allocator.free(device_part(slot))
@@ -405,8 +411,19 @@ def free_both(allocator: Bump, tier: HostTier, slot: Slot) -> tuple[Bump, HostTi
 
 
 def settled(stash: Any) -> Any:
-  """Returns a stash as `HostTier.settle` makes it; without host memory, as it is."""
-  return stash if stash.host is None else dataclasses.replace(stash, host=stash.host.settle())
+  """Returns a stash as `HostTier.settle` makes it; without host memory, as it is.
+
+  Raises:
+    ValueError: for several shards.
+  """
+  if stash.host is None:
+    return stash
+  if stash.canary.shape != (1,):
+    raise ValueError(
+      f"A stash with host_capacity_rows has {stash.canary.shape[0]} shards here and must have 1:"
+      " call its passes inside `shard_map`."
+    )
+  return dataclasses.replace(stash, host=refuse_vmap(stash.host).settle())
 
 
 def on_device(stash: Any) -> Any:
@@ -463,8 +480,8 @@ def before_loads(
 
 
 def refuse_vmap(tier: HostTier) -> HostTier:
-  """Returns the tier; `jax.vmap` raises a ValueError here."""
-  return dataclasses.replace(tier, top=_refuse_vmap(tier.top))
+  """Returns the tier, or the cotangent; `jax.vmap` raises a ValueError here."""
+  return dataclasses.replace(tier, staged=_refuse_vmap(tier.staged))
 
 
 @jax.custom_batching.custom_vmap

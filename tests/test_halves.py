@@ -49,6 +49,19 @@ def test_rows_that_matmuls_are_given_and_cotangents_of_those_they_make(dtype):
   assert kept == [((WIDTH,), dtype), ((WIDTH,), dtype), ((HIDDEN,), dtype)]
 
 
+def test_they_are_explained():
+  weights = {"in": (GROUPS, WIDTH, HIDDEN), "out": (GROUPS, HIDDEN, WIDTH)}
+  weights = {name: struct(shape, jnp.float32) for name, shape in weights.items()}
+  f = ps.checkpoint(gated, policy=SAVE("hidden"), late_argnames="weights")
+  args = struct((ROWS, WIDTH), jnp.float32), weights, SIZES
+  explanation = f.explain(ps.RaggedRows(SIZES, ROWS), *args)
+  stashed = [r for r in explanation.residuals if r.kind == "stashed"]
+  assert [r.shape[1:] for r in stashed] == [
+    r.shape for r in f.residuals(ps.RaggedRows(SIZES, ROWS), *args)
+  ]
+  assert str(explanation).count("early half") == 3
+
+
 def test_of_the_experts_of_the_reference():
   """Rows are gathered from tokens, and summed up by token: neither is a row of tokens."""
   config = model.Config(
@@ -74,6 +87,30 @@ def test_late_weights_that_nothing_uses():
   args = struct((ROWS, WIDTH), jnp.float32), weights, SIZES
   assert len(kept_of(gated, *args, late="weights", names=["hidden"])) == 3
   assert kept_of(gated, *args, late="sizes", names=["hidden"]) == []
+
+
+def test_of_what_is_made_of_nothing():
+  """An equation without operands is no cast of anything."""
+
+  def fun(rows, weights, sizes):
+    return gated(rows, weights, sizes) * lax.empty((ROWS, WIDTH), jnp.float32)
+
+  weights = {"in": (GROUPS, WIDTH, HIDDEN), "out": (GROUPS, HIDDEN, WIDTH)}
+  weights = {name: struct(shape, jnp.float32) for name, shape in weights.items()}
+  args = struct((ROWS, WIDTH), jnp.float32), weights, SIZES
+  assert len(kept_of(fun, *args, late="weights", names=["hidden"])) == 3
+
+
+def test_late_arguments_with_as_many_entries_as_rows_are_refused():
+  """What their gradients are made of could be taken for rows."""
+
+  def fun(rows, weights, sizes):
+    hidden = checkpoint_name(lax.dot(rows, weights), "hidden")
+    return jnp.where((jnp.arange(ROWS) < jnp.sum(sizes))[:, None], jnp.sin(hidden), 0)
+
+  args = struct((ROWS, ROWS), jnp.bfloat16), struct((ROWS, 8), jnp.bfloat16), SIZES
+  with pytest.raises(ValueError, match=r"bfloat16\[96,8\], must not have as many entries as there"):
+    kept_of(fun, *args, late="weights", names=["hidden"])
 
 
 @pytest.mark.parametrize(

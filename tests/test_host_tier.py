@@ -286,8 +286,9 @@ FAULTS = {
   ),
   "a reload is of the head of the use itself": (
     "prefetch",
-    lambda right, tier, slot: right(
-      tier, slot._replace(host=slot.host._replace(previous=slot.host.start))
+    lambda right, tier, slot: dataclasses.replace(
+      right(tier, slot),
+      stage=right(tier, slot._replace(host=slot.host._replace(previous=slot.host.start))).stage,
     ),
   ),
   "nothing is reloaded": (

@@ -7,12 +7,13 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 import pytest
 
 import pallas_stash as ps
 from pallas_stash.jaxprs import inner_jaxprs
-from tests.helpers.checks import assert_trees_equal, FUSED, long, once
+from tests.helpers.checks import assert_trees_equal, FUSED, long, needs_devices, once
 from tests.helpers.few_layers import SAVE
 
 WIDTH, HIDDEN, GROUPS, ROWS, LAYERS = 16, 24, 4, 96, 2
@@ -299,6 +300,73 @@ def test_halves_out_of_order_are_nan(schedule, wrong):
   of_groups = [d[:, SIZES[0] > 0] for d in jax.tree.leaves(d_weights)]
   of_rows = [] if d_x is None else [d_x[: SIZES[0].sum()]]
   assert all(np.isnan(d).all() for d in of_groups + of_rows)
+
+
+@pytest.mark.once
+@needs_devices(2)
+def test_halves_where_one_of_two_shards_stored_nothing():
+  """The passes are around the `shard_map`: all shards are then recomputed, and none is NaN."""
+  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames="weights")
+  mesh, spec = Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x")
+
+  def on_device(stash, weights, x, sizes):
+    return late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+
+  one = jax.tree.map(lambda w: w[0], WEIGHTS)
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  stage = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+  forward, backward = ps.split_passes(stage)
+  of_both = lambda arrays: jnp.concatenate([arrays[0], arrays[1]])
+  args = jax.tree.map(lambda w: of_both([w, w]), one), of_both(XS), of_both(SIZES)
+  d_out = of_both(D_OUTS)
+
+  @functools.partial(compiled, static_argnums=0)
+  def gradients(capacity):
+    stash = ps.Stash.empty(capacity, residuals, 2, page_rows=32)
+    _, stash, saved = forward(stash, *args)
+    stash, (_, d_x, _) = backward.early(stash, saved, d_out, *args)
+    stash, (d_weights, _, _) = backward.late(stash, saved, d_out, *args)
+    return saved.is_stored, stash.canary, (d_weights, d_x)
+
+  *flags, expected = gradients(64)
+  np.testing.assert_array_equal(flags, [[True, True], [0, 0]])
+  *flags, actual = gradients(32)  # 44 rows of the first shard, and 20 of the other
+  np.testing.assert_array_equal(flags, [[False, True], [0, 0]])
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected
+  )
+
+
+@pytest.mark.once
+@needs_devices(2)
+def test_halves_in_a_shard_map_that_checks_what_varies():
+  """Gradients of weights that all devices share are added up, in the half that has them."""
+  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames="weights")
+  mesh, spec = Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x")
+
+  def stage(stash, weights, x, sizes):
+    return late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+
+  forward, backward = ps.split_passes(stage, axis_name="x")
+
+  def on_device(weights, x, sizes, d_out):
+    residuals = late_ffn.residuals(ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+    stash = ps.Stash.empty(64, residuals, page_rows=32)
+    _, stash, saved = forward(stash, weights, x, sizes)
+    stash, (_, d_x, _) = backward.early(stash, saved, d_out, weights, x, sizes)
+    _, (d_weights, _, _) = backward.late(stash, saved, d_out, weights, x, sizes)
+    return d_weights, d_x
+
+  specs = PartitionSpec(), spec, spec, spec
+  both = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(PartitionSpec(), spec))
+  of_both = lambda arrays: jnp.concatenate([arrays[0], arrays[1]])
+  one = jax.tree.map(lambda w: w[0], WEIGHTS)
+  d_weights, d_x = compiled(both)(one, of_both(XS), of_both(SIZES), of_both(D_OUTS))
+  pull_backs = [jax.vjp(lambda w, x, i=i: ffn(x, SIZES[i], w), one, XS[i])[1] for i in (0, 1)]
+  (d_first, d_x_first), (d_second, d_x_second) = (pull_backs[i](D_OUTS[i]) for i in (0, 1))
+  expected = jax.tree.map(jnp.add, d_first, d_second), of_both([d_x_first, d_x_second])
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+  jax.tree.map(close, (d_weights, d_x), expected)
 
 
 @pytest.mark.once
