@@ -5,7 +5,7 @@ from jax import lax
 import jax.numpy as jnp
 import pytest
 
-from bench.tpu import aot
+from bench.tpu import aot, host_schedule
 from pallas_stash.kernels import host
 
 pytest.importorskip("libtpu", reason="libtpu, the TPU compiler, is not installed")
@@ -83,3 +83,30 @@ def test_hbm_where_there_is_host_memory(device_rows, host_rows):
   program = aot.compile(fun, x)
   assert program.memory.host_temp_size_in_bytes == host_rows * width * 4
   assert program.hbm_bytes == pytest.approx((device_rows + rows) * width * 4, rel=0.02)
+
+
+def test_kernels_beside_transfers():
+  """Of all copies of that size in loops, what runs beside one at least."""
+
+  def store(index, rows):
+    host, value = "bf16[64,128]{1,0:S(5)}", f"bf16[{rows},128]{{1,0}}"
+    name = f"dynamic-update-slice-start.{index}"
+    return (
+      f"%rows.{index} = {value} parameter(1)",
+      f"%{name} = (({host}, {value}), {host}, u32[]) dynamic-update-slice-start(%p, %rows.{index})",
+      f"%done.{index} = {host} dynamic-update-slice-done(%{name})",
+    )
+
+  kernel = lambda name: f'%{name} = f32[8] custom-call(%p), custom_call_target="tpu_custom_call"'
+  computation = lambda name, lines: (
+    "\n  ".join([f"{name} (p: f32[]) -> f32[] {{", *lines]) + "\n}\n"
+  )
+  (*first, first_end), (*second, second_end) = store(1, 8), store(2, 8)
+  (*other, other_end), (*of_entry, entry_end) = store(3, 16), store(4, 8)
+  loop = [*first, kernel("gmm.1"), *second, kernel("gmm.2"), first_end, kernel("stash_compact.1")]
+  loop += [second_end, *other, kernel("tgmm.3"), other_end]
+  entry = [*of_entry, kernel("gmm.4"), kernel("gmm.5"), entry_end]
+  schedule = host_schedule.Schedule(computation("%body", loop) + computation("ENTRY %main", entry))
+  assert schedule.kernels_beside("store", 8) == (2, 3)
+  assert schedule.kernels_beside("store", 16) == (1, 3)
+  assert schedule.kernels_beside("load", 8) == (0, 0)

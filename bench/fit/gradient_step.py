@@ -247,8 +247,8 @@ def compile_step(step):
         in host memory.
       stage_copies: likewise of the rows on their way to the host, or back; what loads them is none.
       flops: of matmuls, where no layer is recomputed for want of room.
-      beside: of "stash_host", the grouped matmuls that are between start and end of the copies of a
-        layer's rows to the host, and all of the layer; and likewise back: those of `_beside`.
+      beside: of "stash_host", how many grouped matmuls of a layer run while the staged rows of
+        another one go to the host, and how many it has: "forward"; and back: "backward".
       trace_seconds, compile_seconds: wall time.
       cpu_seconds: of this process, for both, which other processes disturb less.
   """
@@ -270,7 +270,11 @@ def compile_step(step):
     return row | {"fits": False} | refusal(str(error))
   row["compile_seconds"] = time.perf_counter() - traced
   row["cpu_seconds"] = time.process_time() - cpu_start
-  program = aot.Program(compiled)
+  program, beside = aot.Program(compiled), None
+  if step.way == "stash_host":
+    schedule, rows = Schedule(compiled.as_text()), step.staging_rows
+    passes = {"forward": "store", "backward": "load"}
+    beside = {name: schedule.kernels_beside(kind, rows) for name, kind in passes.items()}
   host_bytes = program.memory.host_temp_size_in_bytes
   return row | {
     "fits": True,
@@ -279,20 +283,8 @@ def compile_step(step):
     "stash_copies": len(program.copies(*buffers)),
     "stage_copies": sum(": dynamic-slice-done" not in copy for copy in program.copies(*stage)),
     "flops": program.flops(),
-    "beside": _beside(step, compiled) if step.way == "stash_host" else None,
+    "beside": beside,
   }
-
-
-def _beside(step, compiled):
-  """Returns what runs beside the copies of heads, each (grouped matmuls, of all of the layer).
-
-  Of the copies of all residuals, those beside which the fewest run, in the loops over the layers.
-  """
-  schedule = Schedule(compiled.as_text())
-  moves = [m for m in schedule.transfers() if m.rows == step.staging_rows and m.of_kernels]
-  moves = [move for move in moves if move.computation != schedule.entry]
-  least = lambda kind: min((m.kernels, m.of_kernels) for m in moves if m.kind == kind)
-  return {"forward": least("store"), "backward": least("load")}
 
 
 def _device_bytes(array):

@@ -15,8 +15,7 @@ class Transfer(NamedTuple):
     rows: of the slice that moves.
     computation: in which it is.
     matmuls: that are scheduled between its start and its end.
-    kernels: those of them that are Pallas kernels: the grouped ones.
-    of_kernels: all of the computation.
+    kernels: the names of those of them that are Pallas kernels: the grouped ones.
     start: the name of the instruction that starts it.
   """
 
@@ -24,8 +23,7 @@ class Transfer(NamedTuple):
   rows: int
   computation: str
   matmuls: int
-  kernels: int
-  of_kernels: int
+  kernels: frozenset[str]
   start: str
 
 
@@ -65,11 +63,26 @@ class Schedule:
           continue
         between = names[names.index(start) + 1 : index]
         matmuls = sum(self._is_matmul(lines[other]) for other in between)
-        kernels = sum(_is_kernel(lines[other]) for other in between)
+        kernels = frozenset(other for other in between if _is_kernel(lines[other]))
         kind = "store" if "update" in opcode else "load"
-        rows, of_kernels = self._rows_of(start, kind), sum(map(_is_kernel, lines.values()))
-        found.append(Transfer(kind, rows, computation, matmuls, kernels, of_kernels, start))
+        rows = self._rows_of(start, kind)
+        found.append(Transfer(kind, rows, computation, matmuls, kernels, start))
     return found
+
+  def kernels_beside(self, kind: str, rows: int) -> tuple[int, int]:
+    """Returns how many grouped matmuls of a loop run while a slice moves, and how many it has.
+
+    Args:
+      kind: of the transfers.
+      rows: of the slices: of all of them one at least is on its way.
+    """
+    beside, of_all = set(), set()
+    for move in self.transfers():
+      if (move.kind, move.rows) == (kind, rows) and move.computation != self.entry:
+        beside |= move.kernels
+        lines = self._computations[move.computation]
+        of_all |= {name for name, line in lines.items() if _is_kernel(line)}
+    return len(beside), len(of_all)
 
   def _rows_of(self, start, kind):
     line = self._line(start)
