@@ -18,6 +18,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from pallas_stash.kernels import int32
 from pallas_stash.kernels.tiling import round_up
 from pallas_stash.ragged import CopyRuns, RaggedRows
 
@@ -110,7 +111,7 @@ class Bump:
     del number
     top, taken = self.top[0], round_up(lead + rows, self.alignment)
     # Pushes that overflow may add up to more rows than an int32 counts: it stays at its largest.
-    wanted_rows = self.wanted_rows + jnp.minimum(taken, _MAX_INT32 - self.wanted_rows)
+    wanted_rows = int32.add(self.wanted_rows, taken)
     new_top = top + jnp.where(is_stored, taken, 0)
     return dataclasses.replace(self, top=new_top[None], wanted_rows=wanted_rows), top + lead
 

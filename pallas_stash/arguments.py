@@ -140,3 +140,12 @@ def _is_small_and_here(array):
   else:
     is_here = isinstance(array, np.ndarray | np.generic)
   return is_here and array.size <= _MOST_VALUES
+
+
+def check_local(stash: Any) -> None:
+  """Raises a ValueError unless a stash has one shard here."""
+  if (shards := stash.canary.shape[0]) != 1:
+    raise ValueError(
+      f"The stash has {shards} shards here and must have 1: a stash made with num_shards is used"
+      " inside `shard_map`, with PartitionSpec(mesh_axes) for the whole of it."
+    )

@@ -16,15 +16,15 @@ from pallas_stash.handover import first_order_only, name_slot, receive, with_rul
 from pallas_stash.kernels import grouped, Implementation, in_place
 from pallas_stash.kernels.megablox import Megablox, standard_promotion
 from pallas_stash.kernels.visits import Place
-from pallas_stash.ragged import RaggedRows
-from pallas_stash.stash import (
+from pallas_stash.pushed_rows import (
   are_kept_rows_intact,
   check_push,
   read_rows,
-  Stash,
   sum_kept_rows,
   take_rows,
 )
+from pallas_stash.ragged import RaggedRows
+from pallas_stash.stash import Stash
 from pallas_stash.tiers import before_loads
 from pallas_stash.varying import vary_alike
 

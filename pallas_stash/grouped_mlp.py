@@ -20,17 +20,17 @@ from pallas_stash.kernels import gate_up, Implementation, mlp
 from pallas_stash.kernels.activation import Beside, wide
 from pallas_stash.kernels.megablox import Megablox
 from pallas_stash.kernels.visits import Place
-from pallas_stash.ragged import as_int32, RaggedRows
-from pallas_stash.stash import (
+from pallas_stash.pushed_rows import (
   are_kept_rows_intact,
   check_push,
   read_rows,
-  Stash,
   sum_kept_rows,
   take_rows,
 )
+from pallas_stash.ragged import as_int32, RaggedRows
+from pallas_stash.stash import Stash
 from pallas_stash.storage import match_residuals
-from pallas_stash.tiers import on_device, with_host_rows
+from pallas_stash.tiers import before_loads, on_device, with_host_rows
 from pallas_stash.varying import empty, refuse_sharded, vary_alike
 
 
@@ -212,22 +212,26 @@ def _backward(static, saved, cotangents):
   if d_stash.part == "late":  # The early half was all of it.
     return receive(d_stash, slot, ())[0], *[None] * 6
   contents = d_stash.as_cotangent(d_stash.canary)  # Without the zeros of its integers.
-  d_stash, d_out = receive(d_stash, slot, d_out)
-  # An activation may hide that its gradient is NaN, so that it is said beside.
-  is_known = ~jnp.isnan(d_stash.canary[0])
   m, k = d_out.shape[0], w_gate.shape[1]
   of_x = jax.ShapeDtypeStruct((m, k), d_out.dtype)
   is_in_place = static.is_in_place(contents, of_x, w_gate, w_up, w_down)
+  products = None
+  if not is_in_place:
+    products = _products(static, contents, slot, m, x, w_gate, w_up, group_sizes)
+    slot, products = before_loads(contents, slot, products)
+  d_stash, d_out = receive(d_stash, slot, d_out)
+  # An activation may hide that its gradient is NaN, so that it is said beside.
+  is_known = ~jnp.isnan(d_stash.canary[0])
   if is_in_place:
     is_known &= are_kept_rows_intact(contents, slot, m)
   if static.keep_x:  # There is nothing to make the products from.
     is_known &= slot.is_stored()[0]
     d_out = jnp.where(is_known, d_out, jnp.full_like(d_out, jnp.nan))
-  operands = static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+  operands = is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
   if is_in_place:
-    rows, d_w_gate, d_w_up = _backward_in_place(*operands)
+    rows, d_w_gate, d_w_up = _backward_in_place(static, contents, slot, *operands)
   else:
-    rows, d_w_gate, d_w_up = _backward_by_copies(*operands)
+    rows, d_w_gate, d_w_up = _backward_by_copies(static, products, *operands)
 
   matmul = functools.partial(mlp.product, static.mlp, sizes=group_sizes, transpose_rhs=True)
   d_x = matmul(rows.d_gate, w_gate) + matmul(rows.d_up, w_up)
@@ -265,12 +269,10 @@ def _backward_in_place(
   return rows, *_weights_gradients(static, rows, x, w_gate, w_up, group_sizes)
 
 
-def _backward_by_copies(
-  static, contents, slot, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
-):
-  """Returns what `_backward_in_place` does."""
+def _products(static, contents, slot, m, x, w_gate, w_up, group_sizes):
+  """Returns gate and up, and `x` if it is kept, from the stash or else made again."""
   order = static.order(contents, *w_gate.shape[1:])
-  ragged = RaggedRows(group_sizes, d_out.shape[0])
+  ragged = RaggedRows(group_sizes, m)
 
   def read():
     is_held = contents.allocator.holds(slot)
@@ -282,8 +284,14 @@ def _backward_by_copies(
   else:
     make_again = lambda: mlp.products_of(static.mlp, x, w_gate, w_up, group_sizes)
     rows = lax.cond(slot.is_stored()[0], read, make_again)
-  rows = with_host_rows(contents, slot, ragged, rows, order, static.mlp.implementation)
-  gate, up, *of_x = rows
+  return with_host_rows(contents, slot, ragged, rows, order, static.mlp.implementation)
+
+
+def _backward_by_copies(
+  static, products, is_known, d_out, x, w_gate, w_up, w_down, group_sizes, beside
+):
+  """Returns what `_backward_in_place` does."""
+  gate, up, *of_x = products
   x = of_x[0] if static.keep_x else x
   d_hidden = mlp.product(static.mlp, d_out, w_down, group_sizes, transpose_rhs=True)
   rows = mlp.hidden_gradients(static.mlp, d_hidden, gate, up, group_sizes, beside, is_known)

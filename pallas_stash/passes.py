@@ -21,8 +21,9 @@ from pallas_stash.arguments import check_type, describe
 from pallas_stash.explanation import aligned
 from pallas_stash.handover import handed_over
 from pallas_stash.jaxprs import is_variable, made_of, without_unused
+from pallas_stash.pushed_rows import all_along
 from pallas_stash.residuals import Residual, Residuals, trace_forward
-from pallas_stash.stash import all_along, Stash
+from pallas_stash.stash import Stash
 
 
 class Saved(NamedTuple):

@@ -20,9 +20,12 @@ class Mesh(NamedTuple):
 
 
 class Kind(NamedTuple):
-  """What a stash is for: rows of residuals, and the `shard_map`s in which they are pushed.
+  """What a stash is for.
 
-  And whether their names say that they are for host memory.
+  Attributes:
+    residuals: shape and dtype of a row of each.
+    meshes: the `shard_map`s in which they are pushed.
+    is_on_host: whether their names are those for host memory.
   """
 
   residuals: tuple[tuple[tuple[int, ...], Any], ...]

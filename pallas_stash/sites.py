@@ -149,8 +149,9 @@ class Site:
     self._jaxpr, self._policy = jaxpr, policy
     events = list(_events(jaxpr, policy))
     _refuse_inner_sites(jaxpr, policy)
-    self._num_marks = sum(event.mark is not None and not event.mark.is_starts for event in events)
-    self._tags = list(_tags(events, policy.host_names, self._num_marks))
+    marks = [event for event in events if event.mark and not event.mark.is_starts]
+    self._num_marks = len(marks)
+    self._tags = list(_tags(events, marks, policy.host_names))
     self.names = {event.name for event in events if event.name}
     start, end = _extent(jaxpr, events)
     self._equations = jaxpr.eqns[start:end]
@@ -221,9 +222,8 @@ def _refuse_inner_sites(jaxpr, policy):
       )
 
 
-def _tags(events, host_names, num_marks):
+def _tags(events, marks, host_names):
   """Returns the name of each value for the stash with the number of its mark, as `Site.run` has."""
-  marks = [event for event in events if event.mark and not event.mark.is_starts]
   for event in marks:
     if len(event.equation.outvars[0].aval.shape) != 1:
       raise ValueError(
@@ -248,7 +248,7 @@ def _tags(events, host_names, num_marks):
       raise ValueError(f"{what}, and cannot be: it {reason}.")
     before = [mark for mark in fitting if mark < num_seen]
     mark = before[-1] if before else fitting[0]
-    yield name_in_mark(event.name, mark + num_marks * (event.name in host_names))
+    yield name_in_mark(event.name, mark + len(marks) * (event.name in host_names))
 
 
 def _extent(jaxpr, events):

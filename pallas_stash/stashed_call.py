@@ -11,9 +11,10 @@ from pallas_stash.batching import batch_alike
 from pallas_stash.halves import Halves
 from pallas_stash.handover import name_slot, receive, with_rules
 from pallas_stash.kernels import Implementation, Padding
+from pallas_stash.pushed_rows import push_some, read_rows, store_others
 from pallas_stash.ragged import RaggedRows
 from pallas_stash.residuals import MarkOf, Residuals, trace_forward
-from pallas_stash.stash import push_some, read_rows, Stash, store_others
+from pallas_stash.stash import Stash
 from pallas_stash.storage import as_kind, match_residuals
 from pallas_stash.tiers import before_loads, on_device, with_host_rows
 from pallas_stash.varying import vary_over, varying_axes
@@ -131,20 +132,21 @@ class StashedCall:
     d_stashes, rows, part = list(d_stashes), {}, d_stashes[0].part
     pushes = [*zip(found.pushes.items(), slots, marks, strict=True)]
     if halves and part == "late":
-      d_stash, d_operands = self._pull_back_late(
-        found, halves, *pushes, operands, ordinary, *d_stashes
-      )
+      given = *pushes, operands, ordinary, *d_stashes
+      d_stash, d_operands = self._pull_back_late(found, halves, *given)
       return (d_stash,), None, *d_operands
     for (mark, indices), slot, ragged in reversed(pushes):
       home = _home(d_stashes, found, indices, self._is_on_host(mark))
+      if part == "late":  # The early half was all of it.
+        d_stashes[home], _ = receive(d_stashes[home], slot, ())
+        continue
       if halves and part == "again":
         d_stashes[home] = d_stashes[home].set_aside(slot)
-      if part != "late":
-        values = self._read(found, halves, indices, d_stashes[home], slot, ragged, operands)
-        slot, values = before_loads(d_stashes[home], slot, values)
-        rows |= zip(indices, values, strict=True)
+      values = self._read(found, halves, indices, d_stashes[home], slot, ragged, operands)
+      slot, values = before_loads(d_stashes[home], slot, values)
+      rows |= zip(indices, values, strict=True)
       d_stashes[home], d_out = receive(d_stashes[home], slot, d_out)
-    if part == "late":  # The early half was all of it.
+    if part == "late":
       return tuple(d_stashes), None, *[None] * len(operands)
     rows = [rows[index] for index in range(len(rows))]
     if not halves or part != "early":

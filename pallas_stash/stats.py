@@ -9,6 +9,7 @@ import numpy as np
 from pallas_stash.allocators import Allocator
 from pallas_stash.arguments import describe, static_int
 from pallas_stash.handover import next_number
+from pallas_stash.kernels import int32
 
 
 class StashStats(NamedTuple):
@@ -149,7 +150,7 @@ class Counters(NamedTuple):
     """
     wanted_rows = allocator.wanted_rows
     if host_wanted_rows is not None:
-      wanted_rows += jnp.minimum(host_wanted_rows, jnp.iinfo(jnp.int32).max - wanted_rows)
+      wanted_rows = int32.add(wanted_rows, host_wanted_rows)
     return Counters(
       peak_rows=jnp.maximum(self.peak_rows, allocator.rows_in_use()),
       overflowed_pushes=self.overflowed_pushes + (is_valid & ~is_stored).astype(jnp.int32),

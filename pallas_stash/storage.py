@@ -44,10 +44,14 @@ def store(
   """
   buffers = list(buffers)
   for value, index in zip(values, order, strict=True):
-    flat = value if value.ndim == 2 else value.reshape(value.shape[0], -1)
-    stored = dtypes.bit_cast(flat, dtypes.storage(flat.dtype))
-    buffers[index] = kernels.compact(stored, buffers[index], runs, implementation, page_rows)
+    buffers[index] = kernels.compact(flat(value), buffers[index], runs, implementation, page_rows)
   return tuple(buffers)
+
+
+def flat(value: jax.Array) -> jax.Array:
+  """Returns rows [total_rows, *row_shape] as buffers have them, but for their width in lanes."""
+  rows = value if value.ndim == 2 else value.reshape(value.shape[0], -1)
+  return dtypes.bit_cast(rows, dtypes.storage(rows.dtype))
 
 
 def load(

@@ -13,7 +13,7 @@ import pytest
 from bench.tpu import aot
 from bench.tpu.host_schedule import Schedule
 import pallas_stash as ps
-from pallas_stash import tiers
+from pallas_stash import host_tier
 from pallas_stash.kernels import host
 from tests.helpers.checks import long, once
 from tests.helpers.few_layers import SAVE
@@ -137,7 +137,7 @@ def test_as_many_layers_as_models_have(chip):
 def test_a_load_that_does_not_wait_is_seen(monkeypatch):
   """The fault: the backward pass is handed host memory as it was before the head was stored."""
   fault = lambda tier, row: tier.buffers
-  monkeypatch.setattr(tiers.HostTier, "_stored", fault)
+  monkeypatch.setattr(host_tier.HostTier, "_stored", fault)
   jax.clear_caches()
   schedule = Schedule(compiled("v5p").as_text())
   monkeypatch.undo()

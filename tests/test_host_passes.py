@@ -35,7 +35,7 @@ def test_passes_find_their_heads_wherever_they_are(schedule):
 
 def test_passes_of_several_shards_are_refused():
   stash = ps.Stash.empty(8, test_passes.SPECS, 2, host_capacity_rows=64, staging_rows=8)
-  with pytest.raises(ValueError, match="has 2 shards here and must have 1: call its passes inside"):
+  with pytest.raises(ValueError, match="has 2 shards here and must have 1"):
     tiers.settled(stash)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
-from pallas_stash import tiers
+from pallas_stash import host_tier
 from pallas_stash.kernels import host
 from tests.helpers import host_layers, three_layers
 from tests.helpers.checks import (
@@ -308,13 +308,13 @@ FAULTS = {
 def test_a_planted_fault_is_caught(name, monkeypatch):
   """Host memory that nothing was copied to, and a stage with another head, give other gradients."""
   method, fault = FAULTS[name]
-  right = getattr(tiers.HostTier, method)
+  right = getattr(host_tier.HostTier, method)
   faulty = lambda tier, *args: fault(right, tier, *args)
   layers = [LAYERS["checkpoint"]] * 3
   sizes = {"capacity_rows": 0, "host_capacity_rows": 3 * ROWS, "staging_rows": ROWS}
   expected = of_checkpoints()
   jax.clear_caches()  # `push` is traced once for a shape.
-  monkeypatch.setattr(tiers.HostTier, method, faulty)
+  monkeypatch.setattr(host_tier.HostTier, method, faulty)
   with ps.debug(name.startswith("host memory")):  # There is NaN in what was not written.
     actual = gradient_of(layers, **sizes)
   monkeypatch.undo()
@@ -433,7 +433,7 @@ def test_a_split_wastes_nothing(rows):
   for staging in (0, 8, 16, 64):
     for device_free in (0, 8, 24, 64):
       for host_free in (0, 8, 16, 64):
-        split = tiers.split_rows(jnp.int32(rows), staging, device_free, host_free)
+        split = host_tier.split_rows(jnp.int32(rows), staging, device_free, host_free)
         head, device, spilled = map(int, split)
         assert head + device + spilled == rows and min(head, device, spilled) >= 0
         fits = spilled <= host_free - head

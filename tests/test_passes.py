@@ -57,10 +57,9 @@ WEIGHTS = {
   "in": draw(LAYERS, GROUPS, WIDTH, HIDDEN, seed=0),
   "out": draw(LAYERS, GROUPS, HIDDEN, WIDTH, seed=1),
 }
+ONE_LAYER = jax.tree.map(lambda w: w[0], WEIGHTS)
 XS, D_OUTS = (draw(MICROBATCHES, ROWS, WIDTH, seed=seed) for seed in (2, 3))
-SPECS = stashed_ffn.residuals(
-  ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], jax.tree.map(lambda w: w[0], WEIGHTS)
-)
+SPECS = stashed_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
 forward, backward = ps.split_passes(stage)
 compiled = functools.partial(jax.jit, compiler_options=FUSED)
 
@@ -166,9 +165,21 @@ def split_layers(is_checkpointed=True, **options):
       layer = jax.checkpoint(layer, policy=SAVE(ps.SLOT_NAME))
     return lax.scan(layer, (x, stash), weights)[0]
 
-  one = jax.tree.map(lambda w: w[0], WEIGHTS)
-  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
   return *ps.split_passes(late_stage), residuals
+
+
+of_both = lambda arrays: jnp.concatenate([arrays[0], arrays[1]])  # Of two microbatches, or shards.
+
+
+def split_layer():
+  """Returns a layer `(stash, weights, x, sizes) -> (y, stash)` of the same, and its residuals."""
+  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames="weights")
+
+  def layer(stash, weights, x, sizes):
+    return late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
+
+  return layer, late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
 
 
 def run_halves(schedule, passes, stash):
@@ -259,8 +270,7 @@ def test_the_late_half_needs_nothing_in_front_of_the_experts():
 
     return lax.scan(layer, (x, stash), weights | {"mix": mix})[0]
 
-  one = jax.tree.map(lambda w: w[0], WEIGHTS)
-  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
   stash = ps.Stash.empty(512, residuals, page_rows=32)
   forward, backward = ps.split_passes(late_stage)
   args = WEIGHTS, mix, XS[0]
@@ -306,18 +316,11 @@ def test_halves_out_of_order_are_nan(schedule, wrong):
 @needs_devices(2)
 def test_halves_where_one_of_two_shards_stored_nothing():
   """The passes are around the `shard_map`: all shards are then recomputed, and none is NaN."""
-  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames="weights")
+  on_device, residuals = split_layer()
   mesh, spec = Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x")
-
-  def on_device(stash, weights, x, sizes):
-    return late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
-
-  one = jax.tree.map(lambda w: w[0], WEIGHTS)
-  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
   stage = jax.shard_map(on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
   forward, backward = ps.split_passes(stage)
-  of_both = lambda arrays: jnp.concatenate([arrays[0], arrays[1]])
-  args = jax.tree.map(lambda w: of_both([w, w]), one), of_both(XS), of_both(SIZES)
+  args = jax.tree.map(lambda w: of_both([w, w]), ONE_LAYER), of_both(XS), of_both(SIZES)
   d_out = of_both(D_OUTS)
 
   @functools.partial(compiled, static_argnums=0)
@@ -341,17 +344,13 @@ def test_halves_where_one_of_two_shards_stored_nothing():
 @needs_devices(2)
 def test_halves_in_a_shard_map_that_checks_what_varies():
   """Gradients of weights that all devices share are added up, in the half that has them."""
-  late_ffn = ps.checkpoint(ffn, policy=SAVE("hidden"), late_argnames="weights")
+  stage, residuals = split_layer()
   mesh, spec = Mesh(np.array(jax.devices()[:2]), ("x",)), PartitionSpec("x")
-
-  def stage(stash, weights, x, sizes):
-    return late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
-
   forward, backward = ps.split_passes(stage, axis_name="x")
 
   def on_device(weights, x, sizes, d_out):
-    residuals = late_ffn.residuals(ps.RaggedRows(sizes, ROWS), x, sizes, weights)
     stash = ps.Stash.empty(64, residuals, page_rows=32)
+    stash = jax.tree.map(lambda leaf: lax.pcast(leaf, "x", to="varying"), stash)
     _, stash, saved = forward(stash, weights, x, sizes)
     stash, (_, d_x, _) = backward.early(stash, saved, d_out, weights, x, sizes)
     _, (d_weights, _, _) = backward.late(stash, saved, d_out, weights, x, sizes)
@@ -359,10 +358,8 @@ def test_halves_in_a_shard_map_that_checks_what_varies():
 
   specs = PartitionSpec(), spec, spec, spec
   both = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(PartitionSpec(), spec))
-  of_both = lambda arrays: jnp.concatenate([arrays[0], arrays[1]])
-  one = jax.tree.map(lambda w: w[0], WEIGHTS)
-  d_weights, d_x = compiled(both)(one, of_both(XS), of_both(SIZES), of_both(D_OUTS))
-  pull_backs = [jax.vjp(lambda w, x, i=i: ffn(x, SIZES[i], w), one, XS[i])[1] for i in (0, 1)]
+  d_weights, d_x = compiled(both)(ONE_LAYER, of_both(XS), of_both(SIZES), of_both(D_OUTS))
+  pull_backs = [jax.vjp(lambda w, x, i=i: ffn(x, SIZES[i], w), ONE_LAYER, XS[i])[1] for i in (0, 1)]
   (d_first, d_x_first), (d_second, d_x_second) = (pull_backs[i](D_OUTS[i]) for i in (0, 1))
   expected = jax.tree.map(jnp.add, d_first, d_second), of_both([d_x_first, d_x_second])
   close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -395,9 +392,8 @@ def test_refusals_of_halves():
     y, stash = late_ffn(stash, ps.RaggedRows(sizes, ROWS), x, sizes, weights)
     return x + y @ (weights["in"][0] @ weights["out"][0]), stash
 
-  one = jax.tree.map(lambda w: w[0], WEIGHTS)
-  args = one, XS[0], SIZES[0]
-  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+  args = ONE_LAYER, XS[0], SIZES[0]
+  residuals = late_ffn.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
   stash = ps.Stash.empty(512, residuals, page_rows=32)
   forward_of_tied, backward_of_tied = ps.split_passes(tied)
   saved = jax.eval_shape(forward_of_tied, stash, *args)[2]
@@ -409,7 +405,7 @@ def test_refusals_of_halves():
 
   summed = ps.checkpoint(sums_up, late_argnames="weights")
   with pytest.raises(ValueError, match=r"needs the cotangent float32\[16\] of a result"):
-    summed.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], one)
+    summed.residuals(ps.RaggedRows(SIZES[0], ROWS), XS[0], SIZES[0], ONE_LAYER)
 
 
 def test_saved_has_shapes_and_no_arguments():

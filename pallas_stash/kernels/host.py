@@ -8,7 +8,7 @@ be room for one, where what follows the last row of it may land, so that XLA cla
 First rows in host memory are multiples of a tile: of a 2D array a TPU traps at any other.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -55,58 +55,66 @@ def load(host: jax.Array, row: jax.Array, rows: int) -> jax.Array:
   return jax.device_put(part, jax.memory.Space.Device)
 
 
+class Stretch(NamedTuple):
+  """Rows of a push that lie tight in host memory.
+
+  Attributes:
+    ragged: where the groups of the push are in its values.
+    first, last: int32[], which rows, counted over all groups: [first, last).
+    row: int32[], where the first of them is in host memory, a multiple of a tile.
+  """
+
+  ragged: RaggedRows
+  first: jax.Array
+  last: jax.Array
+  row: jax.Array
+
+  def chunk(self, index: jax.Array, rows: int) -> tuple[CopyRuns, jax.Array]:
+    """Returns the runs that make a chunk of so many rows of them, and its row in host memory."""
+    start = self.first + index * rows
+    runs = self.ragged.runs_between(start, jnp.minimum(start + rows, self.last), 0)
+    return runs, self.row + index * rows
+
+  def num_chunks(self, rows: int) -> jax.Array:
+    return _chunks(self.first, self.last, rows)
+
+
 def store_ragged(
-  value: jax.Array,
-  host: jax.Array,
-  ragged: RaggedRows,
-  first: jax.Array,
-  last: jax.Array,
-  row: jax.Array,
-  implementation: Implementation | None,
+  value: jax.Array, host: jax.Array, stretch: Stretch, implementation: Implementation | None
 ) -> jax.Array:
-  """Returns `host` with rows [first, last) of the groups of `value`, tight, from `row` on.
+  """Returns `host` with rows of `value`.
 
   Args:
     value: [total_rows, width].
     host: [host_rows, width in whole lanes].
-    ragged: where the groups are in `value`.
-    first, last: int32[], counted over the rows of all groups.
-    row: int32[], a multiple of a tile.
+    stretch: which rows, and where to.
     implementation: as of `kernels.compact`.
   """
-  value, host, ragged, first, last, row = vary_alike(value, host, ragged, first, last, row)
+  value, host, stretch = vary_alike(value, host, stretch)
   rows = chunk_rows(host.shape[1], host.dtype.itemsize)
   blank = vary_over(empty_on_device((rows, host.shape[1]), host.dtype), varying_axes(value))
 
   def store_chunk(index, carry):
     chunk, host = carry
-    start = first + index * rows
-    runs = ragged.runs_between(start, jnp.minimum(start + rows, last), 0)
+    runs, row = stretch.chunk(index, rows)
     chunk = kernels.compact(value, chunk, runs, implementation)
-    return chunk, store(chunk, host, row + index * rows)
+    return chunk, store(chunk, host, row)
 
-  return _repeat(_chunks(first, last, rows), store_chunk, (blank, host))[1]
+  return _repeat(stretch.num_chunks(rows), store_chunk, (blank, host))[1]
 
 
 def load_ragged(
-  host: jax.Array,
-  value: jax.Array,
-  ragged: RaggedRows,
-  first: jax.Array,
-  last: jax.Array,
-  row: jax.Array,
-  implementation: Implementation | None,
+  host: jax.Array, value: jax.Array, stretch: Stretch, implementation: Implementation | None
 ) -> jax.Array:
   """Returns `value`, in place, with the rows that `store_ragged` stored; arguments as there."""
-  host, value, ragged, first, last, row = vary_alike(host, value, ragged, first, last, row)
+  host, value, stretch = vary_alike(host, value, stretch)
   rows = chunk_rows(host.shape[1], host.dtype.itemsize)
 
   def load_chunk(index, value):
-    start = first + index * rows
-    runs = ragged.runs_between(start, jnp.minimum(start + rows, last), 0)
-    return scatter(load(host, row + index * rows, rows), value, runs, implementation)
+    runs, row = stretch.chunk(index, rows)
+    return scatter(load(host, row, rows), value, runs, implementation)
 
-  return _repeat(_chunks(first, last, rows), load_chunk, value)
+  return _repeat(stretch.num_chunks(rows), load_chunk, value)
 
 
 def scatter(

@@ -4,6 +4,7 @@
 """
 
 from jax import lax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -19,6 +20,11 @@ def rem(x, divisor: int):
   if divisor & (divisor - 1) == 0:
     return x & np.int32(divisor - 1)
   return lax.rem(x, np.int32(divisor))
+
+
+def add(count, more):
+  """Returns `count + more`, or 2**31 - 1 where that is less."""
+  return count + jnp.minimum(more, jnp.iinfo(jnp.int32).max - count)
 
 
 def repeat(times, body, x):
