@@ -415,6 +415,36 @@ def test_rows_go_back_to_where_they_came_from(implementation):
   np.testing.assert_array_equal(scatter(rows, blank, runs), expected)
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("first, last", [(0, 1300), (7, 1289), (700, 701), (40, 40)])
+def test_rows_of_several_chunks(first, last):
+  """Behind each other in host memory, and back in their places, whatever is between groups."""
+  sizes, starts = jnp.array([900, 0, 400], jnp.int32), jnp.array([500, 3, 20], jnp.int32)
+  ragged = ps.RaggedRows(sizes, 1500, starts)
+  rows = host.chunk_rows(128, 4)
+  assert rows < 1300 / 2
+  value = jax.random.normal(jax.random.key(0), (1500, HIDDEN))
+
+  @jax.jit
+  def there_and_back(first, last):
+    stretch = host.Stretch(ragged, first, last, jnp.int32(64))
+    buffer = host.fill(host.empty(2048, 128, jnp.float32), jnp.int32(0), 2048, jnp.nan)
+    buffer = host.store_ragged(value, buffer, stretch, None)
+    return host.load(buffer, jnp.int32(0), 2048), host.load_ragged(
+      buffer, jnp.full_like(value, 5), stretch, None
+    )
+
+  there, back = map(np.asarray, there_and_back(jnp.int32(first), jnp.int32(last)))
+  sources = np.concatenate([s + np.arange(n) for s, n in zip(starts, sizes, strict=True)])
+  sources = sources[first:last]
+  np.testing.assert_array_equal(there[64 : 64 + last - first, :HIDDEN], value[sources])
+  end = 64 + -(-(last - first) // rows) * rows  # Whole chunks are stored.
+  assert np.isnan(there[:64]).all() and np.isnan(there[end:]).all()
+  expected = np.full_like(back, 5)
+  expected[sources] = value[sources]
+  np.testing.assert_array_equal(back, expected)
+
+
 def test_stats_in_a_log():
   stash = ps.Stash.empty(8, SPECS, host_capacity_rows=64, staging_rows=8)
   ragged = ps.RaggedRows(jnp.array([20], jnp.int32), TOTAL_ROWS)

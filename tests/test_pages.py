@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import pallas_stash as ps
+from pallas_stash import pushed_rows
 from pallas_stash.kernels import mosaic_tpu
 from pallas_stash.ragged import CopyRuns
 from tests.helpers.checks import assert_trees_equal
@@ -187,6 +188,35 @@ def by_mlp(stash, x, matrices):
 def test_matmuls_that_keep_their_operands_copy_them_to_pages(layer, residuals):
   paged, contiguous = (gradients_of(layer, rows, *residuals) for rows in (PAGE, None))
   assert_trees_equal(paged, contiguous)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("implementation", [XLA, MOSAIC])
+def test_rows_beside_those_of_a_slot_that_is_not_held_go_nowhere(implementation):
+  """Every page is another's, and behind the last one is no memory."""
+  specs = SPECS[:1] * 2
+  stash, ragged = (
+    ps.Stash.empty(2 * PAGE, specs, page_rows=PAGE),
+    ragged_of([17, 0, 30], [3, 0, 30]),
+  )
+  values, _ = values_of(specs[:1], 0, ragged)
+  push = jax.jit(
+    lambda stash, values: pushed_rows.push_some(
+      stash, values, ragged, specs[1:], None, implementation
+    )
+  )
+  stash, slot = push(stash, values)
+  assert slot.is_stored()[0]
+  overflowed, other = push(stash, values)
+  store = jax.jit(
+    lambda stash, slot: pushed_rows.store_others(stash, slot, values, ragged, [1], implementation)
+  )
+  stored = store(overflowed, slot)
+  assert stored.allocator.holder.tolist() == [-1, -1]
+  for wrong in other, slot._replace(start=slot.start + 5):
+    after = store(stored, wrong)
+    assert_trees_equal(after.buffers, stored.buffers)
+    assert after.allocator.holder.tolist() == [-1, -1]
 
 
 def test_pages_set_aside_are_neither_free_nor_held():
