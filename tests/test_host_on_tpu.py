@@ -36,11 +36,30 @@ def experts(x, w_in, w_out, sizes):
 stashed = ps.checkpoint(experts, policy=SAVE("hidden"))
 
 
-def loss(weights, x, sizes, capacity_rows, num_shards=1, mesh=None):
+def with_checkpoint(stash, *args):
+  return stashed(stash, ps.RaggedRows(args[-1], ROWS), *args)
+
+
+def with_gmm(stash, x, w_in, w_out, sizes):
+  of_groups = lambda w: jnp.broadcast_to(w, (GROUPS, *w.shape))
+  hidden, stash = ps.gmm(stash, x, of_groups(w_in), sizes, x.dtype)
+  is_live = (jnp.arange(ROWS) < jnp.sum(sizes))[:, None]
+  return jnp.where(is_live, jnp.tanh(hidden) @ w_out, 0), stash
+
+
+def with_mlp(stash, x, w_in, w_out, sizes):
+  of_groups = lambda w: jnp.broadcast_to(w, (GROUPS, *w.shape))
+  weights = map(of_groups, (w_in, w_in, w_out))
+  out, stash = ps.grouped_mlp(stash, x, *weights, sizes, tiling=(512, 512, 512))
+  return jnp.where((jnp.arange(ROWS) < jnp.sum(sizes))[:, None], out, 0), stash
+
+
+def loss(weights, x, sizes, capacity_rows, num_shards=1, mesh=None, block=with_checkpoint):
   stash = ps.Stash.empty(
-    *(capacity_rows, SPECS, num_shards), host_capacity_rows=HOST_ROWS, staging_rows=STAGING_ROWS
+    *(capacity_rows, SPECS * (2 if block is with_mlp else 1), num_shards),
+    host_capacity_rows=HOST_ROWS,
+    staging_rows=STAGING_ROWS,
   )
-  block = lambda stash, *args: stashed(stash, ps.RaggedRows(args[-1], ROWS), *args)
   if mesh is not None:
     sharded = P("expert")
 
@@ -62,12 +81,13 @@ def loss(weights, x, sizes, capacity_rows, num_shards=1, mesh=None):
   return jnp.sum(ps.seal(x, stash).astype(jnp.float32) ** 2)
 
 
-def compiled(chip, layers=LAYERS, capacity_rows=0, shards=1):
+def compiled(chip, layers=LAYERS, capacity_rows=0, shards=1, **options):
   """Returns the gradient of a loss through so many layers, compiled for a chip."""
   weights = (struct((layers, WIDTH, WIDTH), jnp.bfloat16),) * 3
   x = struct((shards * ROWS, WIDTH), jnp.bfloat16)
   sizes = struct((layers, shards * GROUPS), jnp.int32)
-  mesh, options = aot.mesh(chip, shards), {"capacity_rows": capacity_rows}
+  mesh = aot.mesh(chip, shards)
+  options |= {"capacity_rows": capacity_rows}
   args = aot.place((weights, x, sizes), mesh)
   if shards > 1:
     options |= {"num_shards": shards, "mesh": mesh}
@@ -114,6 +134,12 @@ def test_heads_move_beside_the_matmuls_of_a_layer(chip):
   program = compiled(chip)
   check_schedule(program)
   check_copies(program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("block", [with_gmm, with_mlp])
+def test_whatever_keeps_rows_copies_neither_tier_nor_stage(block):
+  check_copies(compiled("v5p", block=block))
 
 
 @pytest.mark.long
