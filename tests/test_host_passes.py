@@ -9,7 +9,7 @@ import pytest
 
 import pallas_stash as ps
 from pallas_stash import tiers
-from tests import test_passes
+from tests.helpers import few_passes
 from tests.helpers.checks import assert_trees_equal, FUSED, long, once
 from tests.helpers.threaded_models import mask, route, TOKENS, weights_of, X
 
@@ -20,21 +20,21 @@ ALL = lambda worst_case_rows: worst_case_rows
 @pytest.mark.parametrize(
   "schedule",
   [
-    *map(long, (test_passes.LAST_IN_FIRST_OUT, "F0 F1 B0 F2 B1 B2", "F0 B0 B0", "F0 F1 B0")),
+    *map(long, (few_passes.LAST_IN_FIRST_OUT, "F0 F1 B0 F2 B1 B2", "F0 B0 B0", "F0 F1 B0")),
     once("F0 F1 B0 F2 B2 B1"),
   ],
 )
 def test_passes_find_their_heads_wherever_they_are(schedule):
   """A backward pass brings heads to the stage of which another had its own there."""
-  stash = ps.Stash.empty(8, test_passes.SPECS, host_capacity_rows=600, staging_rows=16)
-  stash, gradients = test_passes.run(schedule, stash)
+  stash = ps.Stash.empty(8, few_passes.SPECS, host_capacity_rows=600, staging_rows=16)
+  stash, gradients = few_passes.run(schedule, stash)
   assert int(stash.stats().overflowed_pushes[0]) == 0
   for one, actual in gradients.items():
-    assert_trees_equal(actual, test_passes.expected(int(one[1])))
+    assert_trees_equal(actual, few_passes.expected(int(one[1])))
 
 
 def test_passes_of_several_shards_are_refused():
-  stash = ps.Stash.empty(8, test_passes.SPECS, 2, host_capacity_rows=64, staging_rows=8)
+  stash = ps.Stash.empty(8, few_passes.SPECS, 2, host_capacity_rows=64, staging_rows=8)
   with pytest.raises(ValueError, match="has 2 shards here and must have 1"):
     tiers.settled(stash)
 

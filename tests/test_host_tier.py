@@ -22,8 +22,14 @@ from tests.helpers.checks import (
   once,
 )
 from tests.helpers.few_layers import SAVE
-from tests.helpers.host_layers import CAPACITY, HIDDEN, SIZES, SPECS, TOTAL_ROWS
-from tests.helpers.support import IMPLEMENTATIONS
+from tests.helpers.host_layers import (
+  CAPACITY,
+  ragged_of,
+  SIZES,
+  SPECS,
+  TOTAL_ROWS,
+  values_of,
+)
 
 BOTH = {"capacity_rows": CAPACITY, "host_capacity_rows": CAPACITY}
 NEEDED = int((-(-SIZES.sum(1) // 8) * 8).sum())
@@ -222,15 +228,6 @@ def test_without_host_memory_all_is_as_before():
   assert text(host_capacity_rows=0, staging_rows=0) == text()
 
 
-def values_of(seed):
-  rng = np.random.default_rng(seed)
-  return [rng.normal(size=(TOTAL_ROWS, *spec.shape)).astype(spec.dtype) for spec in SPECS]
-
-
-def ragged_of(layer):
-  return ps.RaggedRows(*map(jnp.asarray, (SIZES[layer],)), TOTAL_ROWS, host_layers.STARTS[layer])
-
-
 push = jax.jit(lambda stash, *args: stash.push(*args), donate_argnums=0)
 pop = jax.jit(lambda stash, slot: stash.pop(slot), donate_argnums=0)
 restore = jax.jit(lambda stash, *args: stash.restore(*args))
@@ -399,52 +396,6 @@ def test_kernels_that_are_interpreted_are_refused():
     stash.push(values_of(0), ragged_of(0), implementation="mosaic_interpret")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_rows_go_back_to_where_they_came_from(implementation):
-  """By the kernels that move rows from the stage, and from a chunk, to gaps and in any order."""
-  (value, _), ragged = values_of(0), ragged_of(5)
-  first, last = 7, 33
-  runs = jax.tree.map(np.asarray, ragged.runs_between(first, last, 0))
-  sources = np.concatenate([s + np.arange(n) for s, _, n in zip(*runs, strict=True)])
-  rows = np.full((40, 128), np.nan, value.dtype)
-  rows[: last - first, :HIDDEN] = value[sources]
-  blank = np.full_like(value, 5)
-  expected = blank.copy()
-  expected[sources] = value[sources]
-  scatter = jax.jit(lambda *args: host.scatter(*args, implementation))
-  np.testing.assert_array_equal(scatter(rows, blank, runs), expected)
-
-
-@pytest.mark.once
-@pytest.mark.parametrize("first, last", [(0, 1300), (7, 1289), (700, 701), (40, 40)])
-def test_rows_of_several_chunks(first, last):
-  """Behind each other in host memory, and back in their places, whatever is between groups."""
-  sizes, starts = jnp.array([900, 0, 400], jnp.int32), jnp.array([500, 3, 20], jnp.int32)
-  ragged = ps.RaggedRows(sizes, 1500, starts)
-  rows = host.chunk_rows(128, 4)
-  assert rows < 1300 / 2
-  value = jax.random.normal(jax.random.key(0), (1500, HIDDEN))
-
-  @jax.jit
-  def there_and_back(first, last):
-    stretch = host.Stretch(ragged, first, last, jnp.int32(64))
-    buffer = host.fill(host.empty(2048, 128, jnp.float32), jnp.int32(0), 2048, jnp.nan)
-    buffer = host.store_ragged(value, buffer, stretch, None)
-    return host.load(buffer, jnp.int32(0), 2048), host.load_ragged(
-      buffer, jnp.full_like(value, 5), stretch, None
-    )
-
-  there, back = map(np.asarray, there_and_back(jnp.int32(first), jnp.int32(last)))
-  sources = np.concatenate([s + np.arange(n) for s, n in zip(starts, sizes, strict=True)])
-  sources = sources[first:last]
-  np.testing.assert_array_equal(there[64 : 64 + last - first, :HIDDEN], value[sources])
-  end = 64 + -(-(last - first) // rows) * rows  # Whole chunks are stored.
-  assert np.isnan(there[:64]).all() and np.isnan(there[end:]).all()
-  expected = np.full_like(back, 5)
-  expected[sources] = value[sources]
-  np.testing.assert_array_equal(back, expected)
-
-
 def test_stats_in_a_log():
   stash = ps.Stash.empty(8, SPECS, host_capacity_rows=64, staging_rows=8)
   ragged = ps.RaggedRows(jnp.array([20], jnp.int32), TOTAL_ROWS)
@@ -454,21 +405,3 @@ def test_stats_in_a_log():
     " 16 rows, 4 rows of 1 push spilled"
   )
   assert "host=" in repr(stash)
-
-
-@pytest.mark.parametrize("rows", range(0, 60, 4))
-def test_a_split_wastes_nothing(rows):
-  """What fits is known by what is free in both tiers together, and one part has a broken tile."""
-  up = lambda count: -(-count // 8) * 8
-  for staging in (0, 8, 16, 64):
-    for device_free in (0, 8, 24, 64):
-      for host_free in (0, 8, 16, 64):
-        split = host_tier.split_rows(jnp.int32(rows), staging, device_free, host_free)
-        head, device, spilled = map(int, split)
-        assert head + device + spilled == rows and min(head, device, spilled) >= 0
-        fits = spilled <= host_free - head
-        assert fits == (rows <= device_free + host_free)
-        if fits:
-          assert up(head + spilled) + up(device) == up(rows)
-          assert head <= staging and device <= device_free
-          assert not spilled or head == min(staging, host_free)

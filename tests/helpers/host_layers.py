@@ -172,3 +172,14 @@ def sharded_loss(structure, check_vma, **capacities):
     return jnp.sum((x if stash is None else ps.seal(x, stash)) ** 2)
 
   return outside
+
+
+def values_of(seed):
+  """Returns an array [total_rows, *row_shape] of each residual."""
+  rng = np.random.default_rng(seed)
+  return [rng.normal(size=(TOTAL_ROWS, *spec.shape)).astype(spec.dtype) for spec in SPECS]
+
+
+def ragged_of(layer):
+  """Returns where the rows of a layer are."""
+  return ps.RaggedRows(*map(jnp.asarray, (SIZES[layer],)), TOTAL_ROWS, STARTS[layer])
