@@ -77,8 +77,8 @@ def test_gradients_are_those_of_worst_case_residuals(name):
 @pytest.mark.parametrize("name", [once("ZB-H1"), long("DualPipeV")])
 def test_gradients_in_two_halves(name):
   loss, gradients, stats, _ = step(name, AMPLE, ("experts",))
-  # Each half alone has the bits of the whole, see `tests/test_passes_in_halves.py`; in the tick loop
-  # XLA rounds them in another way.
+  # Each half alone has the bits of the whole, see `tests/test_passes_in_halves.py`; in the tick
+  # loop XLA rounds them in another way.
   assert_close((loss, gradients), step(name, None)[:2])
   assert stats.overflowed_pushes.sum() == 0 == stats.rows_in_use.sum()
   # They need no other rows, nor for longer.
