@@ -5,6 +5,7 @@ from pallas_stash.allocators import Slot
 from pallas_stash.checkpoint import checkpoint, StashedFunction
 from pallas_stash.checks.debugging import debug
 from pallas_stash.checks.padding_check import check_padding, PaddingReport
+from pallas_stash.costs import with_expected_rows
 from pallas_stash.gmm import gmm
 from pallas_stash.grouped_mlp import grouped_mlp
 from pallas_stash.handover import seal, SLOT_NAME
@@ -48,4 +49,5 @@ __all__ = [
   "StepExplanation",
   "threaded",
   "TierStats",
+  "with_expected_rows",
 ]

@@ -1,7 +1,8 @@
 """What callers pass: checked, with a `ValueError` in their words, and described in few of ours."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import fractions
+import numbers
 import operator
 from typing import Any
 
@@ -101,6 +102,31 @@ def check_integers(name: str, array: Any, axes: tuple[str, ...]) -> None:
   if len(array.shape) != len(axes):
     axes = f"rank {len(axes)}: [{', '.join(axes)}]"
     raise ValueError(f"{name} of shape {array.shape} must have {axes}.")
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+  """Raises a ValueError unless all leaves of the arguments of a function can be traced."""
+  is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+  is_static = lambda leaf: not (is_array(leaf) or isinstance(leaf, numbers.Number))
+  if paths := paths_of(args, kwargs, is_static):
+    raise ValueError(
+      f"The arguments {', '.join(paths)} must be arrays: bind what is static beforehand, with"
+      " functools.partial."
+    )
+
+
+def paths_of(
+  args: Any, kwargs: Any, is_wanted: Callable[[Any], bool] = lambda leaf: True
+) -> list[str]:
+  """Returns where in the arguments the leaves are, and what a leaf is if it is no array."""
+  paths = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
+    name = f"args{jax.tree_util.keystr(path[1:])}" if path[0].idx == 0 else path[1].key
+    if path[0].idx:
+      name += jax.tree_util.keystr(path[2:])
+    if is_wanted(leaf):
+      paths.append(name if hasattr(leaf, "shape") else f"{name}={leaf!r}")
+  return paths
 
 
 def check_type(name: str, value: Any, of: type, what: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pallas_stash import kernels
-from pallas_stash.arguments import as_list, describe
+from pallas_stash.arguments import as_list, check_arguments, describe, paths_of
 from pallas_stash.checks.misplaced_rows import watch_results
 from pallas_stash.explanation import Explanation
 from pallas_stash.handover import name_slot
@@ -244,29 +244,6 @@ def as_ragged(
   bound = signature.bind(*args, **kwargs)
   bound.apply_defaults()
   return RaggedRows(bound.arguments["group_sizes"], ragged)
-
-
-def check_arguments(args: Any, kwargs: Any) -> None:
-  """Raises a ValueError unless all leaves of the arguments of a function can be traced."""
-  is_array = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-  is_static = lambda leaf: not (is_array(leaf) or isinstance(leaf, numbers.Number))
-  if paths := paths_of(args, kwargs, is_static):
-    raise ValueError(
-      f"The arguments {', '.join(paths)} must be arrays: bind what is static beforehand, with"
-      " functools.partial."
-    )
-
-
-def paths_of(args, kwargs, is_wanted=lambda leaf: True):
-  """Returns where in the arguments the leaves are, and what a leaf is if it is no array."""
-  paths = []
-  for path, leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-    name = f"args{jax.tree_util.keystr(path[1:])}" if path[0].idx == 0 else path[1].key
-    if path[0].idx:
-      name += jax.tree_util.keystr(path[2:])
-    if is_wanted(leaf):
-      paths.append(name if hasattr(leaf, "shape") else f"{name}={leaf!r}")
-  return paths
 
 
 def _check_names(fun, names):

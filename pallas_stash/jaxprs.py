@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -87,6 +88,29 @@ def inner_jaxprs(equation: Any) -> list[Any]:
   """Returns the jaxprs among the parameters of an equation."""
   params = _name_and_params(equation)[1]
   return [opened(jaxpr)[0] for jaxpr in jex.jaxprs_in_params(params)]
+
+
+def with_inner_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
+  """Returns an equation with the jaxprs among its parameters as `change` returns each of them.
+
+  As it is if all are the same. Jaxprs under the other implementations of jax stay as they are.
+  """
+
+  def changed(value):
+    if isinstance(value, jex.ClosedJaxpr):
+      inner = change(value.jaxpr)
+      return value if inner is value.jaxpr else value.replace(jaxpr=inner)
+    if isinstance(value, jex.Jaxpr):
+      return change(value)
+    if type(value) in (tuple, list):
+      items = [changed(item) for item in value]
+      return value if all(map(operator.is_, items, value)) else type(value)(items)
+    return value
+
+  params = {name: changed(value) for name, value in equation.params.items()}
+  if all(params[name] is value for name, value in equation.params.items()):
+    return equation
+  return equation.replace(params=params)
 
 
 def name_given_by(equation: Any) -> str | None:

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.extend.core as jex
 
-from pallas_stash.arguments import describe
-from pallas_stash.checkpoint import check_arguments, paths_of
+from pallas_stash.arguments import check_arguments, describe, paths_of
 from pallas_stash.explanation import aligned, num_bytes
 from pallas_stash.origins import origin_of, outermost, PUSHES, pushes_of
 from pallas_stash.policies import plain_name

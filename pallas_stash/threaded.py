@@ -9,8 +9,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pallas_stash.arguments import describe, static_int
-from pallas_stash.checkpoint import check_arguments
+from pallas_stash.arguments import check_arguments, describe, static_int
 from pallas_stash.handover import check_flags, seal
 from pallas_stash.jaxprs import call_of, evaluate, is_variable, opened, scan_counts
 from pallas_stash.pushes import mesh_of, Pushes

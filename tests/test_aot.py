@@ -85,7 +85,7 @@ def test_hbm_where_there_is_host_memory(device_rows, host_rows):
   assert program.hbm_bytes == pytest.approx((device_rows + rows) * width * 4, rel=0.02)
 
 
-def test_kernels_beside_transfers():
+def test_what_runs_beside_transfers():
   """Of all copies of that size in loops, what runs beside one at least."""
 
   def store(index, rows):
@@ -101,12 +101,35 @@ def test_kernels_beside_transfers():
   computation = lambda name, lines: (
     "\n  ".join([f"{name} (p: f32[]) -> f32[] {{", *lines]) + "\n}\n"
   )
+  # A collective in the order of the program, one that is started and waited for, and one that is
+  # called on a SparseCore; and a call that is none.
+  sync = "%all-reduce.1 = f32[8] all-reduce(%p)"
+  started = "%all-gather.1 = f32[8] all-gather-start(%p)"
+  ended = "%all-gather.2 = f32[8] all-gather-done(%all-gather.1)"
+  call = lambda n, of: f"%call.{n} = () call-start(), to_apply=%c, backend_config={{{of}}}"
+  called, other_call = call(1, '"offload":"OFFLOAD_COLLECTIVE"'), call(2, '"offload":"NONE"')
+  updated = "%update.1 = f32[8] call-update(%call.1, %p)"
+  call_ended = "%end.1 = f32[8] call-done(%update.1)"
   (*first, first_end), (*second, second_end) = store(1, 8), store(2, 8)
   (*other, other_end), (*of_entry, entry_end) = store(3, 16), store(4, 8)
-  loop = [*first, kernel("gmm.1"), *second, kernel("gmm.2"), first_end, kernel("stash_compact.1")]
-  loop += [second_end, *other, kernel("tgmm.3"), other_end]
+  loop = [
+    started,
+    called,
+    ended,
+    *first,
+    updated,
+    kernel("gmm.1"),
+    *second,
+    kernel("gmm.2"),
+    first_end,
+    kernel("stash_compact.1"),
+  ]
+  loop += [other_call, second_end, sync, *other, call_ended, kernel("tgmm.3"), other_end]
   entry = [*of_entry, kernel("gmm.4"), kernel("gmm.5"), entry_end]
   schedule = host_schedule.Schedule(computation("%body", loop) + computation("ENTRY %main", entry))
-  assert schedule.kernels_beside("store", 8) == (2, 3)
-  assert schedule.kernels_beside("store", 16) == (1, 3)
-  assert schedule.kernels_beside("load", 8) == (0, 0)
+  assert schedule.beside("store", 8) == (2, 3, 1)
+  assert schedule.beside("store", 16) == (1, 3, 1)
+  assert schedule.beside("load", 8) == (0, 0, 0)
+  within = [*first, sync, *second, started, first_end, second_end, ended]
+  schedule = host_schedule.Schedule(computation("%body", within) + computation("ENTRY %main", []))
+  assert schedule.beside("store", 8) == (0, 0, 2)

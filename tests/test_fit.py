@@ -99,13 +99,17 @@ TELLS_HBM = jax.__version_info__ >= (0, 12)
 
 
 @pytest.mark.long
-def test_small_model_with_rows_at_the_host():
+@pytest.mark.parametrize("has_expected_rows", [False, True])
+def test_small_model_with_rows_at_the_host(has_expected_rows):
   steps = {
     way: gradient_step.Step(
       SMALL, "v5p:2x2x2", way, tuple(CHOICES[2].split("+")), False, tiling=(128, 128, 128)
     )
     for way in ("save", "stash", "stash_host")
   }
+  steps["stash_host"] = dataclasses.replace(
+    steps["stash_host"], has_expected_rows=has_expected_rows
+  )
   save, stash, host = map(gradient_step.compile_step, steps.values())
   assert host["flops"] == save["flops"]
   assert host["host_bytes"] == steps["stash_host"].stash_host_bytes
@@ -152,14 +156,17 @@ def test_host_memory_is_compiled_if_asked(parsed_flags, monkeypatch):
   assert {"save", "stash", "stash_host"} <= {row["way"] for row in rows if row["layers"] < 58}
   assert fit.broken_promises(rows, NO_SPARE) == []
   lines = fit.beside_of(rows)
-  assert lines[1] == (CHOICES[2], "58", "3 of 3", "2 of 6") and len(lines) == 3
+  assert lines[1] == (CHOICES[2], "58", "3 of 3", "1", "2 of 6", "4") and len(lines) == 3
   plot.plot(rows, 58, aot.hbm_bytes("v5p:8x8x4"), "title")
 
 
-def test_the_flag_of_the_scheduler_is_for_host_memory(parsed_flags):
+def test_what_the_scheduler_is_told_is_for_host_memory(parsed_flags):
   parsed_flags.scheduler_features = True
-  has_flag = lambda way: fit.step_of(SMALL, way, CHOICES[0], fit.BEFORE).has_scheduler_flag
-  assert [has_flag(way) for way in ("stash", "stash_host")] == [False, True]
+  of = lambda way: fit.step_of(SMALL, way, CHOICES[0], fit.BEFORE)
+  assert [of(way).has_scheduler_flag for way in ("stash", "stash_host")] == [False, True]
+  assert [of(way).has_expected_rows for way in ("stash", "stash_host")] == [False, True]
+  parsed_flags.expected_rows = False
+  assert not of("stash_host").has_expected_rows
 
 
 @pytest.fixture
@@ -188,7 +195,9 @@ def answer(step):
   if step.way == "offload" and step.worst_case_bytes > 2**37:
     return row | {"fits": False, "needed_bytes": step.worst_case_bytes, "host_bytes": 1}
   if step.way == "stash_host":
-    row |= dict(host_bytes=step.stash_host_bytes, beside={"forward": (3, 3), "backward": (2, 6)})
+    row |= dict(
+      host_bytes=step.stash_host_bytes, beside={"forward": (3, 3, 1), "backward": (2, 6, 4)}
+    )
   flops = layers * (12 if step.way == "remat" else 11)
   row |= dict(fits=True, stash_copies=0, stage_copies=0, flops=flops)
   return row | dict(peak_bytes=needed, compile_seconds=30.0, cpu_seconds=50.0)

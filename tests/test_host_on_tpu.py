@@ -153,7 +153,8 @@ def test_a_shard_map_in_each_layer(chip):
 @pytest.mark.long
 @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
 def test_as_many_layers_as_models_have(chip):
-  """Of 58, not of 4, the compiler aborts where it may look behind the turns of a loop."""
+  """At the width of models, too, `tests/test_fit.py` compiles it: there it aborts if it may look
+  behind the turns of a loop."""
   program = compiled(chip, layers=58, capacity_rows=8 * ROWS)
   check_schedule(program)
   check_copies(program)

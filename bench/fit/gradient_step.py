@@ -11,6 +11,7 @@ runs it once for each row of its table, because libtpu may abort the process.
 """
 
 import dataclasses
+import fractions
 import functools
 import json
 import math
@@ -58,6 +59,7 @@ class Step:
     weights_before_down_projection: of the model; then nothing needs "mlpwo".
     imbalance: rows that the stash has room for, as a multiple of the rows of perfect balance.
     staged: of "stash_host", the part of a layer's rows of perfect balance that goes to the host.
+    has_expected_rows: whether grouped matmuls declare the cost of the rows of perfect balance.
     has_scheduler_flag: whether the compiler is given `SCHEDULER_FLAG`.
     tiling: of megablox.
   """
@@ -69,6 +71,7 @@ class Step:
   weights_before_down_projection: bool
   imbalance: float = 1.0
   staged: float = 0.45
+  has_expected_rows: bool = False
   has_scheduler_flag: bool = False
   tiling: tuple[int, int, int] = (512, 1024, 1024)
 
@@ -93,6 +96,11 @@ class Step:
     """The arguments of the functions of `pallas_stash.sizing`."""
     size = self.size
     return size.batch, size.seq, size.top_k, size.expert_axis, size.num_experts
+
+  @property
+  def expected_rows(self):
+    """Rows of a layer, of perfect balance and of the worst case."""
+    return ps.sizing.expected_rows(*self.routing), ps.sizing.worst_case_rows(*self.routing)
 
   @property
   def capacity_rows(self):
@@ -227,7 +235,10 @@ def build(step):
   params = jax.eval_shape(functools.partial(model.init, config), jax.random.key(0))
   tokens = struct((len(devices) * step.size.batch, step.size.seq + 1), jnp.int32)
   args = (aot.place(params, mesh, specs), aot.place(tokens, mesh, P(AXES)))
-  return jax.value_and_grad(loss), args, buffers, stage
+  fun = jax.value_and_grad(loss)
+  if step.has_expected_rows:
+    fun = ps.with_expected_rows(fun, *step.expected_rows)
+  return fun, args, buffers, stage
 
 
 def compile_step(step):
@@ -246,9 +257,9 @@ def compile_step(step):
       stash_copies: instructions that make another array of the shape of a stash buffer, in HBM or
         in host memory.
       stage_copies: likewise of the rows on their way to the host, or back; what loads them is none.
-      flops: of matmuls, where no layer is recomputed for want of room.
-      beside: of "stash_host", how many grouped matmuls of a layer run while the staged rows of
-        another one go to the host, and how many it has: "forward"; and back: "backward".
+      flops: of matmuls, of the worst case, where no layer is recomputed for want of room.
+      beside: of "stash_host", what a layer runs while the staged rows of another one go to the
+        host, "forward", and back, "backward": grouped matmuls, of how many, and collectives.
       trace_seconds, compile_seconds: wall time.
       cpu_seconds: of this process, for both, which other processes disturb less.
   """
@@ -274,15 +285,17 @@ def compile_step(step):
   if step.way == "stash_host":
     schedule, rows = Schedule(compiled.as_text()), step.staging_rows
     passes = {"forward": "store", "backward": "load"}
-    beside = {name: schedule.kernels_beside(kind, rows) for name, kind in passes.items()}
+    beside = {name: schedule.beside(kind, rows) for name, kind in passes.items()}
   host_bytes = program.memory.host_temp_size_in_bytes
+  expected, worst_case = step.expected_rows
+  of_kernels = fractions.Fraction(worst_case, expected) if step.has_expected_rows else 1
   return row | {
     "fits": True,
     "peak_bytes": program.hbm_bytes,
     "host_bytes": host_bytes,
     "stash_copies": len(program.copies(*buffers)),
     "stage_copies": sum(": dynamic-slice-done" not in copy for copy in program.copies(*stage)),
-    "flops": program.flops(),
+    "flops": program.flops(of_kernels),
     "beside": beside,
   }
 

@@ -59,6 +59,12 @@ STAGED = flags.DEFINE_float(
   0.0,
   1.0,
 )
+EXPECTED_ROWS = flags.DEFINE_bool(
+  "expected_rows",
+  True,
+  "Whether the grouped matmuls of stash_host declare the cost of the rows of perfect balance, and"
+  " not of the worst case.",
+)
 SCHEDULER_FEATURES = flags.DEFINE_bool(
   "scheduler_features", False, f"Compile stash_host with {gradient_step.SCHEDULER_FLAG}."
 )
@@ -123,7 +129,8 @@ def main(args):
   )
   print("FLOPs: relative to the save that replays least.\n")
   if WITH_HOST in WAYS.value:
-    print("Grouped matmuls of a layer that run while the host's part of another one's rows moves:")
+    print("What a layer runs while the host's part of another one's rows moves: grouped matmuls,")
+    print("and collectives.")
     print_lines(beside_of(rows), words=1)
   print("Layers recomputed, by the capacity as a multiple of the rows of perfect balance:")
   print_lines(imbalance.table(curves), words=2)
@@ -144,6 +151,7 @@ def step_of(size, way, residuals, weights):
   names = () if residuals == NONE else tuple(residuals.split("+"))
   of_stash = dict(imbalance=IMBALANCE.value, staged=STAGED.value)
   if way == WITH_HOST:
+    of_stash["has_expected_rows"] = EXPECTED_ROWS.value
     of_stash["has_scheduler_flag"] = SCHEDULER_FEATURES.value
   return gradient_step.Step(size, TOPOLOGY.value, way, names, weights == BEFORE, **of_stash)
 
@@ -296,11 +304,14 @@ def table_of(rows):
 
 def beside_of(rows):
   """A line for each row that fits with host memory."""
-  lines = [("residuals", "layers", "forward", "backward")]
+  lines = [("residuals", "layers", *("forward", "collectives", "backward", "collectives"))]
   for row in rows:
     if row["beside"]:
-      shares = ("{} of {}".format(*row["beside"][key]) for key in ("forward", "backward"))
-      lines.append((row["residuals"], str(row["layers"]), *shares))
+      cells = [str(row["layers"])]
+      for key in ("forward", "backward"):
+        kernels, of, collectives = row["beside"][key]
+        cells += f"{kernels} of {of}", str(collectives)
+      lines.append((row["residuals"], *cells))
   return lines
 
 

@@ -143,16 +143,20 @@ class Program:
       kinds["dot"] += i.opcode in ("dot", "convolution")
     return kinds
 
-  def flops(self):
+  def flops(self, of_kernels=1):
     """Floating-point operations of a run that takes the branch of each conditional with the fewest.
 
     Where rows are stored, that is: nothing is computed again. Of matmuls and kernels, on one
     device. None if a loop runs for a number of turns that is not a constant.
+
+    Args:
+      of_kernels: a fraction, by which to multiply what kernels declare.
     """
     counted = [i for i in self.instructions if i.flops and not i.is_dearer]
     if any(i.runs is None for i in counted):
       return None
-    return sum(i.runs * i.flops for i in counted)
+    scale = lambda i: of_kernels if i.target == "tpu_custom_call" else 1
+    return int(sum(i.runs * i.flops * scale(i) for i in counted))
 
   def copies(self, *buffers):
     """The instructions that make another array of the shape and dtype of one of `buffers`.

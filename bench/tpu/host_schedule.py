@@ -5,6 +5,10 @@ import re
 from typing import NamedTuple
 
 _ON_HOST = "S(5)"  # Of a layout: the memory of the host.
+_COLLECTIVE = re.compile(
+  "(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?"
+)
+_SPARSE_CORE = '"OFFLOAD_COLLECTIVE"'  # Of a call that is a collective, beside the TensorCore.
 
 
 class Transfer(NamedTuple):
@@ -16,6 +20,7 @@ class Transfer(NamedTuple):
     computation: in which it is.
     matmuls: that are scheduled between its start and its end.
     kernels: the names of those of them that are Pallas kernels: the grouped ones.
+    collectives: the names of those that are under way at some time between.
     start: the name of the instruction that starts it.
   """
 
@@ -24,7 +29,22 @@ class Transfer(NamedTuple):
   computation: str
   matmuls: int
   kernels: frozenset[str]
+  collectives: frozenset[str]
   start: str
+
+
+class Beside(NamedTuple):
+  """What a loop runs while slices move.
+
+  Attributes:
+    kernels: grouped matmuls.
+    of: how many grouped matmuls the loop has.
+    collectives: between devices.
+  """
+
+  kernels: int
+  of: int
+  collectives: int
 
 
 class Schedule:
@@ -64,25 +84,30 @@ class Schedule:
         between = names[names.index(start) + 1 : index]
         matmuls = sum(self._is_matmul(lines[other]) for other in between)
         kernels = frozenset(other for other in between if _is_kernel(lines[other]))
+        first, last = names.index(start), index
+        collectives = frozenset(
+          name for name, begin, end in _collectives(lines) if begin < last and end > first
+        )
         kind = "store" if "update" in opcode else "load"
         rows = self._rows_of(start, kind)
-        found.append(Transfer(kind, rows, computation, matmuls, kernels, start))
+        found.append(Transfer(kind, rows, computation, matmuls, kernels, collectives, start))
     return found
 
-  def kernels_beside(self, kind: str, rows: int) -> tuple[int, int]:
-    """Returns how many grouped matmuls of a loop run while a slice moves, and how many it has.
+  def beside(self, kind: str, rows: int) -> Beside:
+    """Returns what a loop runs while one slice at least moves.
 
     Args:
       kind: of the transfers.
-      rows: of the slices: of all of them one at least is on its way.
+      rows: of the slices.
     """
-    beside, of_all = set(), set()
+    kernels, of_all, collectives = set(), set(), set()
     for move in self.transfers():
       if (move.kind, move.rows) == (kind, rows) and move.computation != self.entry:
-        beside |= move.kernels
+        kernels |= move.kernels
+        collectives |= move.collectives
         lines = self._computations[move.computation]
         of_all |= {name for name, line in lines.items() if _is_kernel(line)}
-    return len(beside), len(of_all)
+    return Beside(*map(len, (kernels, of_all, collectives)))
 
   def _rows_of(self, start, kind):
     line = self._line(start)
@@ -158,6 +183,23 @@ class Schedule:
 def _is_kernel(line):
   """Returns whether an instruction is a Pallas kernel, and none of the stash's own: of a matmul."""
   return "tpu_custom_call" in line and "%stash_" not in line.partition(" = ")[0]
+
+
+def _collectives(lines):
+  """Yields the name of each collective in a computation, and where it starts and ends."""
+  start_of = {}
+  for index, (name, line) in enumerate(lines.items()):
+    opcode = _opcode(line)
+    if _SPARSE_CORE in line or _COLLECTIVE.fullmatch(opcode):
+      start_of[name] = name, index
+      if not opcode.endswith("-start"):
+        yield name, index, index
+    elif opcode.endswith(("-update", "-done")):
+      begun = start_of.get(_operands(line)[0])
+      if begun and opcode.endswith("-update"):
+        start_of[name] = begun
+      elif begun:
+        yield *begun, index
 
 
 def _opcode(line):

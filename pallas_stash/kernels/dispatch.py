@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
-from pallas_stash import dtypes
+from pallas_stash import costs, dtypes
 from pallas_stash.arguments import FIRST_ORDER_ONLY
 from pallas_stash.kernels import mosaic_tpu, xla
 from pallas_stash.kernels.tiling import choose_tiling, LANES, round_up
@@ -155,6 +155,7 @@ def make_primitive(
   by_xla: Callable[..., Any],
   on_tpu: Callable[..., Any],
   multiple_results: bool = False,
+  declares_cost: bool = False,
 ) -> Primitive:
   """Returns a primitive of which nothing is traced before it is lowered, and then for a platform.
 
@@ -165,17 +166,27 @@ def make_primitive(
     result: from the abstract values of the operands to that of the result.
     by_xla, on_tpu: what it is lowered to, functions of the operands and the static parameters.
     multiple_results: whether those give several results, or the only one of a sequence.
+    declares_cost: whether on a TPU its kernels do, which then may be that of the rows expected.
   """
   primitive = Primitive(name)
   primitive.multiple_results = multiple_results
-  primitive.def_abstract_eval(result)
+  if declares_cost:
+    costs.lowered_later(primitive)
+  primitive.def_abstract_eval(lambda *leaves, expected=None, **params: result(*leaves, **params))
   primitive.def_impl(functools.partial(_run_eagerly, primitive))
   ad.primitive_jvps[primitive] = _refuse_tangents
   batching.primitive_batchers[primitive] = functools.partial(_run_one_by_one, primitive)
   for function, platform in (by_xla, None), (on_tpu, "tpu"):
-    rule = mlir.lower_fun(function, multiple_results=multiple_results)
+    rule = mlir.lower_fun(_with_costs(function), multiple_results=multiple_results)
     mlir.register_lowering(primitive, rule, platform=platform)
   return primitive
+
+
+def _with_costs(function):
+  def call(*leaves, expected=None, **params):
+    return costs.expecting(functools.partial(function, **params), expected)(*leaves)
+
+  return call
 
 
 PRIMITIVES = {

@@ -119,9 +119,10 @@ def _primitive(name, results, by_copies, on_tpu):
     return function(*leaves[:-3], Place(*leaves[-3:]), **params)
 
   lowered = (functools.partial(lower, function) for function in (by_copies, on_tpu))
-  return dispatch.make_primitive(name, results, *lowered, multiple_results=True)
+  return dispatch.make_primitive(name, results, *lowered, **_HOW)
 
 
+_HOW = {"multiple_results": True, "declares_cost": True}
 _GMM = _primitive("stash_gmm", _gmm_results, _gmm_by_copies, grouped.gmm_and_keep)
 _TGMM = _primitive("stash_tgmm", _tgmm_results, _tgmm_by_copies, _tgmm_on_tpu)
 
@@ -138,9 +139,7 @@ def _product(lhs, rhs, group_sizes, group_offset, *, options):
   return _gmm_results(lhs, rhs, lhs, options=options)[:1]
 
 
-_PRODUCT = dispatch.make_primitive(
-  "stash_gmm_product", _product, _multiply, _multiply, multiple_results=True
-)
+_PRODUCT = dispatch.make_primitive("stash_gmm_product", _product, _multiply, _multiply, **_HOW)
 
 
 def _eliminate(is_used, *args):
@@ -156,7 +155,9 @@ def _eliminate(is_used, *args):
     primitive=_PRODUCT,
     invars=[x for x, is_one in zip(equation.invars, is_operand, strict=True) if is_one],
     outvars=equation.outvars[:1],
-    params={"options": equation.params["options"]},
+    params={
+      name: value for name, value in equation.params.items() if name in ("options", "expected")
+    },
   )
   return is_operand, product
 

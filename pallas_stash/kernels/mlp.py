@@ -299,7 +299,7 @@ def _primitive(name, results, by_xla, on_tpu):
     return function(mlp, *jax.tree.unflatten(tree, leaves), **params)
 
   functions = (functools.partial(of_trees, function) for function in (results, by_xla, on_tpu))
-  primitive = dispatch.make_primitive(f"stash_mlp_{name}", *functions, multiple_results=True)
+  primitive = dispatch.make_primitive(f"stash_mlp_{name}", *functions, **_HOW)
   _FUNCTIONS[primitive] = by_xla, on_tpu
   return primitive
 
@@ -324,6 +324,7 @@ def _traced(function, mlp, tree, params):
 
 
 _FUNCTIONS = {}
+_HOW = {"multiple_results": True, "declares_cost": True}
 _PRODUCT = _primitive("product", _product_results, _product_by_xla, _product_on_tpu)
 _WEIGHTS_GRADIENT = _primitive(
   "weights_gradient",
