@@ -58,7 +58,8 @@ def with_expected_rows(
 
   Raises:
     ValueError: for numbers that are not positive, or more rows than there is room for; where it is
-      called, if no kernel of `fun` that declares a cost has an array of so many rows.
+      called, if no kernel of `fun` that declares a cost has an array of so many rows, or one is
+      inside of what jax_remat3 or jax_custom_vjp3 made.
   """
   if not callable(fun):
     raise ValueError(f"fun={describe(fun)} must be a function.")

@@ -93,7 +93,10 @@ def inner_jaxprs(equation: Any) -> list[Any]:
 def with_inner_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
   """Returns an equation with the jaxprs among its parameters as `change` returns each of them.
 
-  As it is if all are the same. Jaxprs under the other implementations of jax stay as they are.
+  As it is if all are the same.
+
+  Raises:
+    ValueError: for one to change of an equation of another implementation of jax.
   """
 
   def changed(value):
@@ -107,9 +110,15 @@ def with_inner_jaxprs(equation: Any, change: Callable[[Any], Any]) -> Any:
       return value if all(map(operator.is_, items, value)) else type(value)(items)
     return value
 
-  params = {name: changed(value) for name, value in equation.params.items()}
-  if all(params[name] is value for name, value in equation.params.items()):
+  name, before = _name_and_params(equation)
+  params = {key: changed(value) for key, value in before.items()}
+  if all(params[key] is value for key, value in before.items()):
     return equation
+  if before is not equation.params:
+    raise ValueError(
+      f"{name} calls what is to be changed, and cannot be made again with jax {jax.__version__}:"
+      " turn jax_remat3 and jax_custom_vjp3 off."
+    )
   return equation.replace(params=params)
 
 

@@ -16,6 +16,7 @@ from pallas_stash import jaxprs
 from tests.helpers.checks import assert_trees_equal
 from tests.helpers.few_layers import SAVE
 from tests.helpers.support import ON_TPU
+from tests.test_handover_flags import flags_on, RUNS_FLAGS
 
 M, WIDTH, GROUPS, LAYERS, EXPECTED = 512, 128, 4, 3, 100
 TILING = (128, 128, 128)
@@ -163,6 +164,14 @@ def test_in_a_shard_map():
   assert costs(lowered(ps.with_expected_rows(fun, M, M), X)) == costs(lowered(fun, X))
   (found,) = costs(lowered(ps.with_expected_rows(fun, EXPECTED, M), X))
   assert found == scaled(*costs(lowered(fun, X)))
+
+
+@pytest.mark.skipif(not RUNS_FLAGS, reason="this jax cannot run a stash under it")
+def test_under_the_other_implementation_of_checkpoint():
+  """What it calls cannot be changed: then it is said, and not changed in part."""
+  declared = ps.with_expected_rows(functools.partial(gradient, with_megablox, 1), EXPECTED, M)
+  with flags_on("jax_remat3"), pytest.raises(ValueError, match="turn jax_remat3 and jax_cus"):
+    lowered(declared, X, W, SIZES)
 
 
 @pytest.mark.parametrize(

@@ -81,12 +81,12 @@ class Schedule:
         start = _operands(lines[name])[0]
         if _ON_HOST not in lines[start]:
           continue
-        between = names[names.index(start) + 1 : index]
+        first = names.index(start)
+        between = names[first + 1 : index]
         matmuls = sum(self._is_matmul(lines[other]) for other in between)
         kernels = frozenset(other for other in between if _is_kernel(lines[other]))
-        first, last = names.index(start), index
         collectives = frozenset(
-          name for name, begin, end in _collectives(lines) if begin < last and end > first
+          one for one, begin, end in _collectives(lines) if begin < index and end > first
         )
         kind = "store" if "update" in opcode else "load"
         rows = self._rows_of(start, kind)
