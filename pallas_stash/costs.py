@@ -29,7 +29,7 @@ class Expected(NamedTuple):
 
   def scale(self, amount: int) -> int:
     """Returns the part of an amount of all rows that is that of the rows expected."""
-    return -(-amount * self.rows // self.total_rows)
+    return amount * self.rows // self.total_rows
 
 
 def with_expected_rows(
@@ -71,16 +71,7 @@ def with_expected_rows(
   @functools.wraps(fun)
   def call(*args, **kwargs):
     check_arguments(args, kwargs)
-    closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
-    jaxpr, consts = opened(closed)
-    declared = _declare(jaxpr, expected, {})
-    if declared is jaxpr:
-      raise ValueError(
-        f"{total_rows=} must be the rows of an array of a Pallas kernel that declares its cost:"
-        " there is none in the function."
-      )
-    outs = jax.core.eval_jaxpr(declared, consts, *jax.tree.leaves((args, kwargs)))
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
+    return _run(fun, expected, args, kwargs, must_have_kernels=True)
 
   return call
 
@@ -94,14 +85,21 @@ def expecting(function: Callable[..., Any], expected: Expected | None) -> Callab
   """Returns a function of arrays with kernels that declare the cost of the rows expected."""
   if expected is None:
     return function
+  # For another platform than a TPU there may be no kernels.
+  return lambda *leaves: _run(function, expected, leaves, {}, must_have_kernels=False)
 
-  def call(*leaves):
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*leaves)
-    jaxpr, consts = opened(closed)
-    outs = jax.core.eval_jaxpr(_declare(jaxpr, expected, {}), consts, *leaves)
-    return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
-  return call
+def _run(fun, expected, args, kwargs, must_have_kernels):
+  closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args, **kwargs)
+  jaxpr, consts = opened(closed)
+  declared = _declare(jaxpr, expected, {})
+  if must_have_kernels and declared is jaxpr:
+    raise ValueError(
+      f"total_rows={expected.total_rows} must be the rows of an array of a Pallas kernel that"
+      " declares its cost: there is none in the function."
+    )
+  outs = jax.core.eval_jaxpr(declared, consts, *jax.tree.leaves((args, kwargs)))
+  return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
 def _declare(jaxpr, expected, known):
